@@ -1,0 +1,34 @@
+# Every target makes .venv first if it is missing or older than pyproject.toml; nothing else is needed
+# than Python 3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint bench clean
+
+help: ## what each target does
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ - /'
+
+setup: .venv/ready ## make .venv with fourfold and its development tools
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+quickstart: .venv/ready ## train on real text over 4 local ranks, about a minute on two cores
+	$(BIN)/fourfold train examples/quickstart.toml
+
+test: .venv/ready ## run every test
+	$(BIN)/python -m pytest
+
+lint: .venv/ready ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready ## the side-by-side table: ours against PyTorch's own modules
+	$(BIN)/python benchmarks/run_all.py
+
+clean: ## remove .venv and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,112 @@
+"""What is compared: each contestant trains the same model on the same tokens from the same weights.
+
+A contestant is built on every rank of its team and has one method, ``step(k) -> loss``.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.workloads import MODEL, Workload
+from fourfold.initialize import initialize_
+from fourfold.mesh import Mesh
+from fourfold.models import Decoder, Microbatch
+from fourfold.optimizer import adamw, gradient_norm
+from fourfold.specs import Layout, OptimizerSection
+from fourfold.training import initialized
+
+SPEC = OptimizerSection(learning_rate=3e-4)
+
+
+class Contestant(Protocol):
+    """Something that trains."""
+
+    def step(self, k: int) -> float:
+        """Train on the batch of step ``k``; return the sum of the token losses of this rank's rows."""
+
+
+def share(workload: Workload, rank: int, ranks: int) -> range:
+    """The rows of the global batch that a rank of a data-parallel group takes."""
+    rows = workload.batch // ranks
+    return range(rank * rows, (rank + 1) * rows)
+
+
+class Ours:
+    """fourfold with the given layout: what `fourfold train` runs, the norm of the gradient included."""
+
+    def __init__(self, workload: Workload, layout: str):
+        self.workload = workload
+        self.mesh = Mesh(Layout.parse(layout), "cpu")
+        self.parallel = initialized(MODEL, self.mesh, microbatches=1, dtype="float32", seed=0)
+        self.optimizer = adamw(self.parallel.units, SPEC)
+
+    def step(self, k: int) -> float:
+        batches = [self.workload.rows(k, share(self.workload, self.mesh.data.rank, self.mesh.data.size))]
+
+        def update(loss_sum: Tensor) -> None:
+            assert gradient_norm(self.parallel.units) < float("inf")
+            self.optimizer.step()
+            self.parallel.publish_()
+
+        loss_sum = self.parallel.step(batches, valid_tokens=self.workload.valid_tokens, update=update)
+        return float(loss_sum) / self.mesh.data.size
+
+
+class Plain:
+    """A bare PyTorch loop over this rank's rows, with no communication: the limit of a data-parallel layout."""
+
+    def __init__(self, workload: Workload, rank: int, ranks: int):
+        self.workload = workload
+        self.rows = share(workload, rank, ranks)
+        self.module: nn.Module = _Loss(_decoder(), 1.0 / workload.valid_tokens)
+        self.optimizer = _adamw(self.module)
+
+    def step(self, k: int) -> float:
+        loss = self.module(self.workload.rows(k, self.rows))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss) * self.workload.valid_tokens
+
+
+class Ddp(Plain):
+    """PyTorch's DistributedDataParallel, gradients as views of its buckets."""
+
+    def __init__(self, workload: Workload, rank: int, ranks: int):
+        super().__init__(workload, rank, ranks)
+        # DDP averages over ranks, so each rank's loss is scaled up by their number.
+        loss = _Loss(_decoder(), ranks / workload.valid_tokens)
+        self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        self.optimizer = _adamw(self.module)
+        self.ranks = ranks
+
+    def step(self, k: int) -> float:
+        return super().step(k) / self.ranks
+
+
+class _Loss(nn.Module):
+    """The model with its loss, scaled, as DDP wants it: one forward."""
+
+    def __init__(self, model: Decoder, scale: float):
+        super().__init__()
+        self.model = model
+        self.scale = scale
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        return self.model.loss_sum(batch) * self.scale
+
+
+def _decoder() -> Decoder:
+    model = Decoder(MODEL)
+    initialize_({name: parameter.data for name, parameter in model.named_parameters()}, seed=0, spec=MODEL)
+    return model
+
+
+def _adamw(module: nn.Module) -> torch.optim.AdamW:
+    """The same groups and numbers as ours, in the implementation that measured fastest for separate tensors."""
+    decayed = [p for p in module.parameters() if p.ndim >= 2]
+    plain = [p for p in module.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": SPEC.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=SPEC.learning_rate, betas=tuple(SPEC.betas), eps=SPEC.eps, fused=True)

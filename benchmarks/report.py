@@ -1,0 +1,101 @@
+"""What every benchmark prints: one row a workload and layout, as a table or as JSON."""
+
+import argparse
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.teams import Score
+from benchmarks.workloads import WORKLOADS
+
+LOSS_TOLERANCE = 1e-3
+"""Relative; contestants start from the same weights and see the same tokens, in float32."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. Seconds are medians of steps, each of its slowest rank; bytes are sent per rank and step."""
+
+    workload: str
+    layout: str
+    ours_seconds: float
+    peer: str
+    peer_seconds: float
+    ratio: float
+    limit_seconds: float
+    ours_bytes: float
+    peer_bytes: float
+    ours_peak_bytes: int
+    peer_peak_bytes: int
+
+    @classmethod
+    def of(cls, workload: str, layout: str, *, ours: Score, peer: str, peer_score: Score, limit: Score) -> "Row":
+        """Compare two scores, after a check that both trained the same."""
+        for k, (a, b) in enumerate(zip(ours.losses, peer_score.losses, strict=True)):
+            if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
+                raise SystemExit(f"{workload} {layout}: at step {k} our loss is {a:.6f}, that of {peer} is {b:.6f}")
+        return cls(
+            workload=workload,
+            layout=layout,
+            ours_seconds=ours.seconds,
+            peer=peer,
+            peer_seconds=peer_score.seconds,
+            ratio=ours.seconds / peer_score.seconds,
+            limit_seconds=limit.seconds,
+            ours_bytes=ours.bytes,
+            peer_bytes=peer_score.bytes,
+            ours_peak_bytes=ours.peak_bytes,
+            peer_peak_bytes=peer_score.peak_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a benchmark is asked for."""
+
+    workloads: list[str]
+    ranks: list[int]
+    rounds: int
+    steps: int
+    json: bool
+
+
+def arguments(description: str | None, *, ranks: Sequence[int]) -> Options:
+    """Read a benchmark's command line."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="default: all")
+    parser.add_argument("--ranks", action="append", type=int, choices=list(ranks), help="default: all")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    given = parser.parse_args()
+    return Options(given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.steps, given.json)
+
+
+def show(rows: Sequence[Row], *, json: bool) -> None:
+    """Print the rows."""
+    if json:
+        print(json_module.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(title="medians of interleaved steps; ratio = ours / peer, below 1 is faster")
+    columns = ("workload", "layout", "ours ms", "peer", "peer ms", "ratio", "limit ms", "MiB/step ours", "peer", "peak MiB ours", "peer")  # noqa: E501
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("workload", "layout", "peer") else "right")
+    for row in rows:
+        table.add_row(
+            row.workload,
+            row.layout,
+            f"{row.ours_seconds * 1e3:.1f}",
+            row.peer,
+            f"{row.peer_seconds * 1e3:.1f}",
+            f"{row.ratio:.3f}",
+            f"{row.limit_seconds * 1e3:.1f}",
+            f"{row.ours_bytes / 2**20:.1f}",
+            f"{row.peer_bytes / 2**20:.1f}",
+            f"{row.ours_peak_bytes / 2**20:.0f}",
+            f"{row.peer_peak_bytes / 2**20:.0f}",
+        )
+    Console(width=150).print(table)

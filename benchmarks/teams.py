@@ -1,0 +1,142 @@
+"""Teams of rank processes that take turns, so that contestants are measured interleaved in one call.
+
+Each contestant has its own rank processes, all alive at once; only one team works at a time, the others wait
+on a pipe. So memory is each contestant's own, and what crosses the loopback device while a team works is
+that team's traffic.
+"""
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.contestants import Contestant
+
+Build = Callable[[int, int], Contestant]
+"""From rank and number of ranks to a contestant."""
+
+
+@dataclass
+class Score:
+    """What was measured of one contestant.
+
+    Attributes:
+        step_seconds: each step's time, of its slowest rank.
+        bytes: sent per rank and step, read off the loopback device.
+        peak_bytes: the most memory of a rank, above what it had after its imports.
+        losses: of each step, mean over the tokens of the global batch.
+    """
+
+    step_seconds: list[float] = field(default_factory=list)
+    bytes: float = 0.0
+    peak_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_seconds)
+
+
+class Team:
+    """Rank processes that hold one contestant."""
+
+    def __init__(self, build: Build, ranks: int):
+        self.ranks = ranks
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(theirs, build, rank, ranks, store.port), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._answers()
+
+    def run(self, first: int, steps: int) -> tuple[list[float], list[float], float]:
+        """Run steps; return seconds and summed losses step by step, and bytes sent per rank and step."""
+        before = _loopback_bytes()
+        for pipe in self._pipes:
+            pipe.send((first, steps))
+        answers = self._answers()
+        sent = (_loopback_bytes() - before) / (steps * self.ranks)
+        seconds = [max(times) for times in zip(*(a[0] for a in answers), strict=True)]
+        losses = [sum(values) for values in zip(*(a[1] for a in answers), strict=True)]
+        return seconds, losses, sent
+
+    def close(self) -> int:
+        """End the processes; return the peak memory of the largest rank."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        peak = max(self._answers())
+        for process in self._processes:
+            process.join(10)
+        return peak
+
+    def _answers(self) -> list:
+        return [pipe.recv() for pipe in self._pipes]
+
+
+def interleaved(builds: dict[str, Build], ranks: int, *, rounds: int, steps: int, tokens: int) -> dict[str, Score]:
+    """Run every contestant in turn, ``rounds`` times ``steps`` steps, after one round of warm-up.
+
+    Raises:
+        SystemExit: where the losses of two contestants that train on the same rows disagree.
+    """
+    teams = {name: Team(build, ranks) for name, build in builds.items()}
+    scores = {name: Score() for name in builds}
+    for turn in range(rounds + 1):
+        order = list(teams) if turn % 2 else list(teams)[::-1]
+        for name in order:
+            seconds, losses, sent = teams[name].run(turn * steps, steps)
+            scores[name].losses += [loss / tokens for loss in losses]
+            if turn:
+                scores[name].step_seconds += seconds
+                scores[name].bytes = sent
+    for name, team in teams.items():
+        scores[name].peak_bytes = team.close()
+    return scores
+
+
+def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+        )
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    contestant = build(rank, ranks)
+    pipe.send(None)
+    while (job := pipe.recv()) is not None:
+        first, steps = job
+        seconds, losses = [], []
+        for k in range(first, first + steps):
+            if ranks > 1:
+                dist.barrier()
+            start = time.perf_counter()
+            losses.append(contestant.step(k))
+            seconds.append(time.perf_counter() - start)
+        pipe.send((seconds, losses))
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
+    pipe.close()
+    os._exit(0)  # gloo may abort while the interpreter winds down
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0

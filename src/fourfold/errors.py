@@ -1,0 +1,35 @@
+"""Mistakes of the user: one message each, found before anything starts."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """One or more mistakes in what the user asked for.
+
+    Each message says what was asked, the rule, and values that would work. The command line prints the
+    messages and ends with exit status 2, without a traceback.
+    """
+
+    def __init__(self, *messages: str):
+        super().__init__("\n".join(messages))
+        self.messages = messages
+
+
+class RunStopped(Exception):
+    """A run that could not go on: what happened, at which step, on which rank.
+
+    The command line prints the message and ends with exit status 1, without a traceback.
+    """
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the valid name closest to ``name``, or an empty string."""
+    matches = difflib.get_close_matches(name, list(valid), n=1)
+    return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def choices(values: Iterable[object]) -> str:
+    """Return the values as prose: ``1, 2, 4 or 8``."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,192 @@
+"""Meeting the other ranks: the store, the agreement on what is run, the process group."""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import fourfold
+from fourfold.errors import RunStopped, UserError
+from fourfold.launch.job import JobEnvironment
+
+# How long ranks may take to appear: nodes of one job start minutes apart.
+MEETING_SECONDS = 300.0
+# How long a store may take to answer once its port does. Something else listens there after that.
+ANSWER_SECONDS = 20.0
+
+
+def connect(
+    job: JobEnvironment,
+    *,
+    device_type: str,
+    agree_on: Mapping[str, object],
+    timeout_seconds: float,
+    meeting_seconds: float = MEETING_SECONDS,
+) -> dist.Store:
+    """Make the default process group of a job, once all ranks agree on what they are about to run.
+
+    The backend is gloo on CPU; on CUDA, NCCL for CUDA tensors and gloo for CPU tensors, with the device
+    of the local rank. ``timeout_seconds`` holds for every collective.
+
+    Raises UserError where the port is taken, rank 0 cannot be reached, ranks do not come, there are fewer
+    GPUs than local ranks, or the ranks differ in an item of ``agree_on``, in fourfold, Python or torch.
+    """
+    device = _device(job, device_type)
+    store = dist.PrefixStore(
+        f"fourfold/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(job, meeting_seconds)
+    )
+    agree(store, job, {**agree_on, **versions()}, seconds=meeting_seconds)
+    job.export()
+    dist.init_process_group(
+        backend="gloo" if device is None else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device,
+    )
+    return store
+
+
+def versions() -> dict[str, object]:
+    """Return what must be the same on all ranks whatever they run."""
+    return {
+        "version of fourfold": fourfold.__version__,
+        "version of torch": torch.__version__,
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def agree(store: dist.Store, job: JobEnvironment, items: Mapping[str, object], *, seconds: float) -> None:
+    """Compare the items of all ranks with those of rank 0, before any group exists.
+
+    Raises UserError on all ranks, naming each differing item with a rank that has it, and where a rank
+    does not come in time. Seen in horovod#2640: ranks with different configurations hang.
+    """
+    # [Note: agreement] Only a digest travels from every rank. The items themselves are fetched where the
+    # digests differ, so that the check costs two small messages a rank.
+    text = json.dumps({name: str(value) for name, value in items.items()}, sort_keys=True)
+    store.set(f"items/{job.rank}", text if job.rank == 0 else "")
+    if job.rank != 0:
+        reference = wait_for(store, "items/0", seconds=seconds).decode()
+        same = hashlib.sha256(reference.encode()).digest() == hashlib.sha256(text.encode()).digest()
+        verdict = [] if same else _differences(json.loads(reference), json.loads(text), job.rank)
+        store.set(f"verdict/{job.rank}", json.dumps(verdict))
+    else:
+        store.set("verdict/all", json.dumps(_all_verdicts(store, job.world_size, seconds)))
+    problems = json.loads(wait_for(store, "verdict/all", seconds=2 * seconds))
+    if problems:
+        raise UserError(*problems)
+
+
+def _all_verdicts(store: dist.Store, world_size: int, seconds: float) -> list[str]:
+    """Return what is wrong according to any rank. Only rank 0 asks."""
+    deadline = time.monotonic() + seconds
+    while not store.check([f"verdict/{rank}" for rank in range(1, world_size)]):
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(1, world_size) if not store.check([f"verdict/{rank}"])]
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            return [
+                f"{len(missing)} of {world_size} ranks did not come within {seconds:.0f} s (ranks {shown}): start "
+                "one process a rank (under Slurm: with srun), all with the same MASTER_ADDR and MASTER_PORT"
+            ]
+        time.sleep(0.01)
+    verdicts = [json.loads(store.get(f"verdict/{rank}")) for rank in range(1, world_size)]
+    return [line for verdict in verdicts for line in verdict][:10]
+
+
+def _differences(reference: dict[str, str], mine: dict[str, str], rank: int) -> list[str]:
+    """Return a line for each item in which this rank differs from rank 0."""
+    lines = []
+    for name in sorted({*reference, *mine}):
+        theirs, ours = reference.get(name, "absent"), mine.get(name, "absent")
+        if theirs != ours:
+            lines.append(
+                f"ranks differ in {name}: {ours} on rank {rank}, {theirs} on rank 0: give all ranks the same"
+            )
+    return lines
+
+
+def wait_for(store: dist.Store, key: str, *, seconds: float = float("inf")) -> bytes:
+    """Return the value of a key once another rank has set it.
+
+    Raises RunStopped after ``seconds``, or when the store, and so rank 0, went away.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise RunStopped(f"waited {seconds:.0f} s for another rank ({key})")
+            time.sleep(0.01)
+        return store.get(key)
+    except dist.DistError as error:
+        raise RunStopped("rank 0 went away before all ranks had started") from error
+
+
+def _device(job: JobEnvironment, device_type: str) -> torch.device | None:
+    """Return this rank's GPU and make it the current one; None on CPU."""
+    if device_type != "cuda":
+        return None
+    if job.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {job.local_rank} has no GPU: this machine has {torch.cuda.device_count()}, and each rank "
+            f"needs its own: use at most {torch.cuda.device_count()} ranks on a machine"
+        )
+    device = torch.device("cuda", job.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _store(job: JobEnvironment, seconds: float) -> dist.TCPStore:
+    """Return the store at which the ranks meet. Rank 0 serves it unless the launcher does."""
+    host, port = job.master_address, job.master_port
+    serves = job.rank == 0 and not job.store_is_served
+    if not serves:
+        _wait_for_port(host, port, seconds)
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            job.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=seconds if serves else ANSWER_SECONDS),
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        if serves:
+            reason = "is in use" if "EADDRINUSE" in str(error) else "cannot be opened"
+            raise UserError(
+                f"port {port} on {host} {reason}: rank 0 needs it to meet the other ranks; set MASTER_PORT to a "
+                "free port, the same on all ranks"
+            ) from error
+        raise UserError(
+            f"something else than rank 0 of this job answers at {host}:{port}: set MASTER_PORT to a free port, "
+            "the same on all ranks"
+        ) from error
+
+
+def _wait_for_port(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens at the address. Raises UserError where nothing does in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            raise UserError(
+                f"MASTER_ADDR={host} is not a known host: set it to the address of rank 0's machine"
+            ) from error
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}) for {seconds:.0f} s: check "
+                    "that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are right and not blocked"
+                ) from error
+        time.sleep(0.1)

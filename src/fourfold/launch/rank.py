@@ -1,0 +1,88 @@
+"""One rank, as the function that runs on it sees it."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.errors import RunStopped
+from fourfold.launch.job import JobEnvironment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class Rank:
+    """This process's place in the run, its way to the other ranks, and the step it has come to.
+
+    A rank's function calls ``connect`` before it makes a mesh, and ``finished`` after every step, so that
+    a message about this rank can name the step even if the process was killed.
+    """
+
+    def __init__(self, job: JobEnvironment, progress: Path | None = None):
+        self.job = job
+        self.step: int | None = None
+        self._store: Store | None = None
+        self._progress = os.open(progress, os.O_WRONLY | os.O_CREAT, 0o600) if progress else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which reports and writes."""
+        return self.job.rank == 0
+
+    def finished(self, step: int) -> None:
+        """Say that ``step`` steps are finished."""
+        self.step = step
+        if self._progress is not None:
+            os.pwrite(self._progress, b"%d\n" % step, 0)
+
+    def connect(
+        self,
+        *,
+        device_type: str,
+        agree_on: Mapping[str, object],
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Meet the other ranks, agree on ``agree_on`` with them, and make the process group.
+
+        One rank alone needs none of this. See ``fourfold.launch.connect`` for the errors.
+        """
+        if self.job.world_size > 1:
+            from fourfold.launch.connect import connect
+
+            self._store = connect(
+                self.job, device_type=device_type, agree_on=agree_on, timeout_seconds=timeout_seconds
+            )
+
+    def once_per_node(self, name: str, task: Callable[[], None]) -> None:
+        """Run the task on the first rank of every node, while the node's others wait however long it takes.
+
+        The wait is on the store, so no collective's timeout runs meanwhile. Raises RunStopped on the
+        waiting ranks where the task failed.
+        """
+        if self._store is None:
+            task()
+            return
+        key = f"{name}/{self.job.node}"
+        if self.job.local_rank == 0:
+            try:
+                task()
+            except BaseException:
+                self._store.set(key, "failed")
+                raise
+            self._store.set(key, "done")
+            return
+        from fourfold.launch.connect import wait_for
+
+        if wait_for(self._store, key) != b"done":
+            raise RunStopped(f"{name} failed on the first rank of node {self.job.node}")
+
+
+def read_step(progress: Path) -> int | None:
+    """Return the last finished step that a rank wrote, or None where it wrote none."""
+    try:
+        return int(progress.read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""The Layer axis: which stage computes when."""

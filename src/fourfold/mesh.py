@@ -1,0 +1,145 @@
+"""The mesh: which rank stands where on the axes, and the process group of every axis.
+
+Ranks are numbered with pp outermost and tp innermost, so that neighbours on the fastest links share the
+axis that talks most.
+
+[Note: groups in one order] A process group comes into being only when every rank of the job asks for it,
+its members or not, in the same order. So a mesh makes all its groups at once, from the layout alone: pp, dp,
+fsdp, cp, tp, then data, batch, world, and for each of them the groups of all ranks. Nothing depends on the
+rank or on the data. A group that is not needed is not made: an axis of one rank has none, an axis of all
+ranks is the world's, and axes with the same members share theirs. The groups are made here, not by
+``init_device_mesh``, which has no timeout and no public way to joint axes; ``Mesh.device_mesh`` hands the
+same groups to torch.
+"""
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.errors import UserError
+from fourfold.specs import AXES, BATCH_AXES, DATA_AXES, Layout
+
+Members = tuple[tuple[int, ...], ...]
+
+# The groups made so far, by world and members, so that a second mesh makes none again. The world is the key
+# since its groups end with it.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Members, dist.ProcessGroup]]
+_groups = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, or several joined to one, as this rank sees it.
+
+    ``rank`` counts within the axis, ``ranks`` are the global ranks in its order. ``group`` is None only
+    where ``size`` is 1: there is nobody to talk to.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+class Mesh:
+    """The ranks of a layout, and the axes on which they meet.
+
+    Every rank of the job makes the same meshes in the same order. A layout of one rank needs no process
+    group, so it also serves one rank of a larger job for work of its own.
+
+    Args:
+        layout: the degree of each axis.
+        device_type: ``cpu`` or ``cuda``; with cuda, the current device is this rank's.
+        timeout_seconds: how long a collective on a group made here may take, None for torch's default. The
+            group of all ranks keeps the timeout that it was made with.
+
+    Raises ``UserError`` where the number of ranks is not the layout's.
+    """
+
+    def __init__(self, layout: Layout, device_type: str = "cpu", *, timeout_seconds: float | None = None):
+        self.layout = layout
+        self.world_size = layout.world_size
+        self.rank = _rank_in_world(layout)
+        self.device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        self._axes: dict[tuple[str, ...], Axis] = {}
+        self.pp = self.joint("pp")
+        self.dp = self.joint("dp")
+        self.fsdp = self.joint("fsdp")
+        self.cp = self.joint("cp")
+        self.tp = self.joint("tp")
+        self.data = self.joint(*DATA_AXES)
+        self.batch = self.joint(*BATCH_AXES)
+        self.world = self.joint(*AXES)
+
+    def joint(self, *names: str) -> Axis:
+        """Return the axis that joins these, in the mesh's order whatever the order of the names.
+
+        Axes of one rank add nothing: where a single axis is left, the result is that axis. A joint axis
+        that is not of the mesh's own is made at the first call, which all ranks must then do alike.
+        """
+        ordered = [name for name in AXES if name in names]
+        cut = tuple(name for name in ordered if self.layout.size(name) > 1) or (ordered[0],)
+        if cut not in self._axes:
+            self._axes[cut] = self._make_axis(cut)
+        return self._axes[cut]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's own mesh of the axes larger than 1, on the same groups: for use with PyTorch's modules."""
+        names = [name for name in AXES if self.layout.size(name) > 1]
+        groups = [group for name in names if (group := self.joint(name).group) is not None]
+        if not groups:
+            raise ValueError(f"layout {self.layout} has one rank: torch's mesh needs a process group")
+        ranks = torch.arange(self.world_size).view([self.layout.size(name) for name in names])
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(names))
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(names))
+
+    def _make_axis(self, names: tuple[str, ...]) -> Axis:
+        members = _members(self.layout, names)
+        mine = next(ranks for ranks in members if self.rank in ranks)
+        group = self._make_groups(members) if len(mine) > 1 else None
+        return Axis(self.layout.axis_name(*names), len(mine), mine.index(self.rank), mine, group)
+
+    def _make_groups(self, members: Members) -> dist.ProcessGroup:
+        """Make the group of each tuple of ranks, on all ranks, and return this rank's."""
+        world = dist.group.WORLD
+        assert world is not None
+        if len(members) == 1:
+            return world
+        made = _groups.setdefault(world, {})
+        if members not in made:
+            for ranks in members:
+                group = dist.new_group(list(ranks), timeout=self._timeout)
+                if self.rank in ranks:
+                    made[members] = group
+        return made[members]
+
+
+def _members(layout: Layout, names: tuple[str, ...]) -> Members:
+    """Return the global ranks of every group of a joint axis, each in axis order."""
+    grid = np.arange(layout.world_size).reshape([layout.size(name) for name in AXES])
+    chosen = [AXES.index(name) for name in names]
+    others = [index for index in range(len(AXES)) if index not in chosen]
+    rows = grid.transpose(others + chosen).reshape(-1, layout.size(*names))
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _rank_in_world(layout: Layout) -> int:
+    """Return this rank, 0 where the layout has only one."""
+    if layout.world_size == 1:
+        return 0
+    present = dist.get_world_size() if dist.is_initialized() else 1
+    if present != layout.world_size:
+        raise UserError(
+            f"layout {layout} needs {layout.world_size} ranks, this job has {present}: "
+            f"start {layout.world_size}, or use a layout of {present}"
+        )
+    return dist.get_rank()

@@ -1,0 +1,56 @@
+"""The optimizer on flat buffers: AdamW or SGD, the gradient norm, clipping."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.batch.units import Unit
+from fourfold.specs import OptimizerSection
+
+
+def flat_parameters(units: Sequence[Unit]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The master weights as few flat parameters whose ``.grad`` are the flat gradients.
+
+    Returns:
+        Those that decay (matrices) and those that do not (norms, biases), views into the units' buffers.
+    """
+    decayed, plain = [], []
+    for unit in units:
+        for target, part in ((decayed, slice(unit.num_decayed)), (plain, slice(unit.num_decayed, None))):
+            if unit.master[part].numel():
+                parameter = nn.Parameter(unit.master[part])
+                parameter.grad = unit.gradient[part]
+                target.append(parameter)
+    return decayed, plain
+
+
+def adamw(units: Sequence[Unit], spec: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) on the units' master weights; only matrices decay."""
+    decayed, plain = flat_parameters(units)
+    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=spec.learning_rate, betas=tuple(spec.betas), eps=spec.eps, fused=True
+    )
+
+
+def set_learning_rate_(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def gradient_norm(units: Sequence[Unit]) -> float:
+    """The 2-norm of all gradients together, each parameter counted once.
+
+    The squares of each unit's norm are added in float64, in the order of the units.
+    """
+    norms: list[Tensor] = torch._foreach_norm([unit.gradient for unit in units])
+    return math.sqrt(sum(float(norm) ** 2 for norm in norms))
+
+
+def clip_(units: Sequence[Unit], *, norm: float, max_norm: float) -> None:
+    """Scale all gradients by ``max_norm / norm`` where ``norm`` is larger."""
+    if norm > max_norm:
+        torch._foreach_mul_([unit.gradient for unit in units], max_norm / norm)

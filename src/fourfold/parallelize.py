@@ -1,0 +1,115 @@
+"""The one place where the axes meet: a model, a mesh, and the program that trains the one on the other."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fourfold.batch.units import Unit, parameter_sites, unit_users
+from fourfold.build import build, evaluation
+from fourfold.execute import Executor
+from fourfold.layer.schedules import one_forward_one_backward
+from fourfold.mesh import Mesh
+from fourfold.models import Decoder, Microbatch
+from fourfold.program.actions import Program
+from fourfold.segment import Segment
+from fourfold.weight_gradients import WeightGradients
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model cut into segments on a mesh, with the program of a training step.
+
+    Attributes:
+        model: the module itself; its parameters keep their names and are views into the units' buffers.
+        mesh: the ranks.
+        units: the flat buffers of weights and gradients, a unit a segment.
+        program: what each pipeline rank does in a training step.
+        executor: runs it.
+    """
+
+    model: Decoder
+    mesh: Mesh
+    units: Sequence[Unit]
+    program: Program
+    executor: Executor
+
+    def step(self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]) -> Tensor:
+        """Run one training step on this rank's microbatches; see `Executor.step`."""
+        return self.executor.step(
+            self.program.ranks[self.mesh.pp.rank], batches, valid_tokens=valid_tokens, update=update
+        )
+
+    def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
+        """Return the sum of the token losses of ``batches``, with forwards only."""
+        program = evaluation(segments=self.program.num_segments, microbatches=len(batches))
+        return self.executor.evaluate(program.ranks[0], batches)
+
+    @cached_property
+    def unit_numels(self) -> list[int]:
+        """Elements of each unit, for the formulas of what is sent."""
+        return [unit.gradient.numel() for unit in self.units]
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name with its master weights, each once."""
+        for unit in self.units:
+            yield from unit.named(unit.master)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name with its gradient, each once."""
+        for unit in self.units:
+            yield from unit.named(unit.gradient)
+
+    def load_(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the master weights, and with them the weights that computation reads."""
+        for name, master in self.named_masters():
+            master.copy_(weights[name])
+        self.publish_()
+
+    def publish_(self) -> None:
+        """After the master weights changed: bring the weights that computation reads up to date."""
+        for unit in self.units:
+            unit.publish_()
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of master weights, gradients and their reduction: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def parallelize(model: Decoder, *, mesh: Mesh, microbatches: int = 1, dtype: torch.dtype = torch.float32) -> ParallelModel:
+    """Lay ``model`` out on ``mesh``.
+
+    Args:
+        model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
+        mesh: the ranks. Only the Batch axis may be larger than 1.
+        microbatches: into how many pieces a rank's share of a batch is cut.
+        dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
+    """
+    pieces = model.pieces()
+    named = dict(model.named_parameters())
+    sites = parameter_sites(model)
+    unit_parameters = unit_users(model, [piece.modules for piece in pieces])
+    units = [
+        Unit(
+            piece.name,
+            {name: named[name] for name in users},
+            sites,
+            dtype=dtype,
+            master_dtype=master_dtype(dtype),
+            device=mesh.device,
+        )
+        for piece, users in zip(pieces, unit_parameters, strict=True)
+    ]
+    weight_gradients = WeightGradients()
+    weight_gradients.attach_(model)
+    segments = [Segment(piece, weight_gradients) for piece in pieces]
+    program = build(
+        one_forward_one_backward(stages=1, microbatches=microbatches),
+        segments_of_stage=[len(pieces)],
+        users=[tuple(sorted({user for users in unit.values() for user in users})) for unit in unit_parameters],
+    )
+    executor = Executor(segments, units, weight_gradients=weight_gradients, batch_axis=mesh.batch)
+    return ParallelModel(model, mesh, units, program, executor)

@@ -1,0 +1,125 @@
+"""Draw a program: as text for the terminal, as a picture for the run folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import wrap
+
+from fourfold.program.actions import COMMUNICATION, Action, Kind, Program
+from fourfold.program.clock import Timeline, clock, peak_in_flight, unit_seconds
+
+COLOURS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#f2a541",
+    Kind.INPUT_GRADIENT: "#f2a541",
+    Kind.WEIGHT_GRADIENT: "#59a14f",
+    Kind.LOSS: "#b07aa1",
+    Kind.REDUCE: "#b07aa1",
+    Kind.UPDATE: "#79706e",
+}
+
+_MEANING = {
+    Kind.FORWARD: "F  forward",
+    Kind.BACKWARD: "B  backward",
+    Kind.INPUT_GRADIENT: "I  input gradient",
+    Kind.WEIGHT_GRADIENT: "W  weight gradient",
+    Kind.LOSS: "LOSS  sum the loss",
+    Kind.REDUCE: "REDUCE  sum gradients",
+    Kind.UPDATE: "UPDATE  optimizer",
+}
+
+
+def listing(program: Program, *, width: int = 100) -> str:
+    """The actions of each rank, in order, as wrapped lines of text."""
+    blocks = []
+    for rank, actions in enumerate(program.ranks):
+        lines = wrap(" ".join(str(action) for action in actions), width=width)
+        blocks.append("\n".join([f"rank {rank}:", *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks)
+
+
+def grid(program: Program) -> str:
+    """A schedule as text: a row a rank, a column a unit of time; a forward takes one unit, a backward two.
+
+    Each cell shows the kind and the microbatch, and the stage where a rank holds several; dots are idle time.
+    """
+    timeline = clock(program)
+    several = len(program.ranks) < program.num_segments
+    columns = round(timeline.seconds)
+    labels = [["."] * columns for _ in program.ranks]
+    for span in timeline.spans:
+        label = str(span.action) if several else f"{span.action.kind}{span.action.microbatch}"
+        for column in range(round(span.start_seconds), round(span.end_seconds)):
+            labels[span.rank][column] = label
+    cell = max((len(label) for row in labels for label in row), default=1)
+    name = len(f"rank {len(program.ranks) - 1}")
+    return "\n".join(
+        f"{f'rank {rank}':<{name}}  " + " ".join(f"{label:<{cell}}" for label in row).rstrip()
+        for rank, row in enumerate(labels)
+    )
+
+
+def summary(program: Program) -> str:
+    """Bubble and peak activations of a schedule, with a backward twice as long as a forward."""
+    timeline = clock(program)
+    peaks = peak_in_flight(program)
+    ideal = sum(unit_seconds(action) for action in program.ranks[0])
+    return (
+        f"bubble {timeline.bubble:.1%} of all ranks' time "
+        f"(step {timeline.seconds:g}, work {ideal:g} forwards; a backward counted as two)\n"
+        f"most activations held at once, by rank: {', '.join(map(str, peaks))}"
+    )
+
+
+def picture(
+    timeline: Timeline, path: Path, *, title: str, names: Callable[[Action], str] = str, unit: str = "ms"
+) -> None:
+    """Draw a timeline, simulated or measured, as a PNG: a lane for compute and one for communication a rank.
+
+    Args:
+        timeline: what to draw.
+        path: the file to write.
+        title: says what it is and whether it is measured.
+        names: the label of an action, shown where it fits.
+        unit: ``ms`` for times in seconds, or ``forwards`` for simulated units.
+    """
+    from matplotlib.figure import Figure  # loaded here: floor 0 is imported without it
+
+    scale = 1000.0 if unit == "ms" else 1.0
+    total = timeline.seconds * scale
+    lanes = _lanes(timeline)
+    figure = Figure(figsize=(12, 1.7 + 0.5 * len(lanes)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for span in timeline.spans:
+        lane = lanes[span.rank, span.action.kind in COMMUNICATION]
+        start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
+        colour = COLOURS[span.action.kind]
+        axes.barh(lane, length, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
+        label = names(span.action)
+        if length > total * 0.0085 * len(label):
+            axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, color="white")
+    axes.set_yticks(list(lanes.values()), [_lane_name(key, lanes) for key in lanes])
+    axes.invert_yaxis()
+    axes.set_xlim(0, total or 1)
+    axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards of one stage")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    kinds = dict.fromkeys(span.action.kind for span in timeline.spans)
+    handles = [axes.barh(0, 0, color=COLOURS[kind]) for kind in kinds]
+    labels = [_MEANING[kind] for kind in kinds]
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def _lanes(timeline: Timeline) -> dict[tuple[int, bool], int]:
+    used = sorted({(span.rank, span.action.kind in COMMUNICATION) for span in timeline.spans})
+    return {key: index for index, key in enumerate(used)}
+
+
+def _lane_name(key: tuple[int, bool], lanes: dict[tuple[int, bool], int]) -> str:
+    rank, communication = key
+    if not any(other for _, other in lanes):
+        return f"rank {rank}"
+    return f"rank {rank}, {'communication' if communication else 'compute'}"
+
+

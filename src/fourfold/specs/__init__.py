@@ -1,0 +1,45 @@
+"""What is asked for: the model, the layout, the run, the hardware. Nothing here needs torch."""
+
+from fourfold.specs.hardware import dense_peak_flops
+from fourfold.specs.layout import (
+    AXES,
+    AXIS_WORDS,
+    BATCH_AXES,
+    DATA_AXES,
+    RUNNABLE_AXES,
+    Layout,
+)
+from fourfold.specs.model import ModelSpec
+from fourfold.specs.presets import PRESETS
+from fourfold.specs.rope import RopeScaling
+from fourfold.specs.run import (
+    DataSection,
+    EvaluationSection,
+    LoggingSection,
+    ModelSection,
+    OptimizerSection,
+    RunSpec,
+    SampleSection,
+    TrainingSection,
+)
+
+__all__ = [
+    "AXES",
+    "AXIS_WORDS",
+    "BATCH_AXES",
+    "DATA_AXES",
+    "PRESETS",
+    "RUNNABLE_AXES",
+    "DataSection",
+    "EvaluationSection",
+    "Layout",
+    "LoggingSection",
+    "ModelSection",
+    "ModelSpec",
+    "OptimizerSection",
+    "RopeScaling",
+    "RunSpec",
+    "SampleSection",
+    "TrainingSection",
+    "dense_peak_flops",
+]

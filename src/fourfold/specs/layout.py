@@ -1,0 +1,207 @@
+"""Layout: how many ways each axis is cut, in one notation, and every rule of what divides what.
+
+``pp2,dp2,fsdp4,cp2,tp2``: an absent axis is 1. Options come after a colon: ``pp4:1f1b``.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from fourfold.errors import UserError, choices, nearest
+from fourfold.specs.model import ModelSpec
+from fourfold.specs.spec import divisors, nearby
+
+# From the slowest link to the fastest. Every mesh, folder and table keeps this order.
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+# The ranks that see different tokens: gradients are summed over them. dp x fsdp x cp, even where dp = 1.
+BATCH_AXES = ("dp", "fsdp", "cp")
+# The ranks that get different sequences of the batch.
+DATA_AXES = ("dp", "fsdp")
+# What an axis cuts, for messages.
+AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
+# The axes that this release can run. No option of any axis can be run yet.
+RUNNABLE_AXES = ("dp",)
+
+_ENTRY = re.compile(r"(?P<axis>[A-Za-z_]+)(?P<degree>[^:]*)(?::(?P<option>.*))?")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degree of each axis, and options by axis as they were written."""
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    tp: int = 1
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{axis}={self.size(axis)} is too small: use 1 or more" for axis in AXES if self.size(axis) < 1
+        ]
+        problems += [_unknown_axis(axis) for axis in self.options if axis not in AXES]
+        if problems:
+            raise UserError(*problems)
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read a layout, its axes in any order. Raises ``UserError`` with every problem at once."""
+        problems: list[str] = []
+        degrees: dict[str, int] = {}
+        options: dict[str, str] = {}
+        for entry in text.split(","):
+            match = _ENTRY.fullmatch(entry.strip())
+            if match is None:
+                problems.append(f"'{entry.strip()}' is no axis and degree: write e.g. dp2 or pp2,dp4")
+                continue
+            axis, degree, option = match.group("axis", "degree", "option")
+            if axis not in AXES:
+                problems.append(_unknown_axis(axis))
+            elif axis in degrees:
+                problems.append(f"axis '{axis}' is given twice: write it once")
+            elif not (degree.isascii() and degree.isdigit()):
+                problems.append(f"'{axis}{degree}' has no whole number after the axis: write e.g. {axis}2")
+            elif int(degree) < 1:
+                problems.append(f"{axis}=0 is too small: use 1 or more")
+            else:
+                degrees[axis] = int(degree)
+            if option == "":
+                problems.append(f"'{entry.strip()}' has no option after the colon: write {axis}{degree}")
+            elif option is not None and axis in AXES:
+                options[axis] = option
+        if problems:
+            raise UserError(*(f"layout '{text}': {problem}" for problem in problems))
+        return cls(**degrees, options={axis: options[axis] for axis in AXES if axis in options})
+
+    def __str__(self) -> str:
+        parts = []
+        for axis in AXES:
+            if self.size(axis) > 1 or axis in self.options:
+                option = f":{self.options[axis]}" if axis in self.options else ""
+                parts.append(f"{axis}{self.size(axis)}{option}")
+        return ",".join(parts) or "dp1"
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: the product of all degrees."""
+        return self.size(*AXES)
+
+    def size(self, *axes: str) -> int:
+        """Return the product of the degrees of these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def axis_name(self, *axes: str) -> str:
+        """Return the name of the joint axis: those that are cut, or the first one where none is."""
+        return ",".join(axis for axis in axes if self.size(axis) > 1) or axes[0]
+
+    def problems(
+        self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None
+    ) -> list[str]:
+        """Return every rule that this layout breaks, with values that would work.
+
+        ``batch`` is in sequences a step over all ranks, ``microbatches`` the pieces of one rank's share.
+        ``world_size`` is None where the number of ranks is not known yet. A layout that passes can be built
+        for this model: no other place divides anything.
+        """
+        problems = []
+        if self.pp > model.num_hidden_layers:
+            most = model.num_hidden_layers
+            problems.append(
+                f"pp={self.pp} is more than num_hidden_layers={most} (Layer axis): use pp={most} or less"
+            )
+        problems += self._batch_problems(batch, microbatches)
+        if sequence_length % self.cp:
+            problems.append(
+                f"cp={self.cp} does not divide sequence_length={sequence_length} (Sequence axis): "
+                f"use cp={nearby(divisors(sequence_length), self.cp)}"
+            )
+        problems += self._channel_problems(model)
+        if world_size is not None and world_size != self.world_size:
+            others = self.world_size // self.dp
+            fits = f"use {replace(self, dp=world_size // others)}, or " if world_size % others == 0 else ""
+            problems.append(
+                f"layout {self} needs {_ranks(self.world_size)}, and there are {world_size}: "
+                f"{fits}start {_ranks(self.world_size)}"
+            )
+        return problems
+
+    def _batch_problems(self, batch: int, microbatches: int) -> list[str]:
+        """Every rank gets the same number of sequences, in pieces of the same size."""
+        ranks = self.size(*DATA_AXES)
+        share = ranks * microbatches
+        if batch % share == 0:
+            return []
+        below = batch // share * share
+        near = choices([value for value in (below, below + share, below + 2 * share) if value][:2])
+        factors = "*".join(
+            f"{name}={size}"
+            for name, size in (("dp", self.dp), ("fsdp", self.fsdp), ("microbatches", microbatches))
+            if size > 1
+        )
+        fitting = [value for value in divisors(batch) if batch % (value * microbatches) == 0]
+        name = "*".join(axis for axis in DATA_AXES if self.size(axis) > 1)
+        instead = f", or {name}={nearby(fitting, ranks)}" if fitting and name else ""
+        total = f"={share}" if "*" in factors else ""
+        return [f"{factors}{total} does not divide batch={batch} (Batch axis): use batch={near}{instead}"]
+
+    def _channel_problems(self, model: ModelSpec) -> list[str]:
+        """Every rank gets whole heads and the same number of MLP channels.
+
+        More ranks than key/value heads are served by copies, each head on the same number of ranks.
+        """
+        heads, kv_heads, inner = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
+
+        def broken(tp: int) -> list[str]:
+            rules = {
+                f"does not divide num_attention_heads={heads}": heads % tp == 0,
+                f"neither divides num_key_value_heads={kv_heads} nor is a multiple of it": (
+                    kv_heads % tp == 0 or tp % kv_heads == 0
+                ),
+                f"does not divide intermediate_size={inner}": inner % tp == 0,
+            }
+            return [rule for rule, kept in rules.items() if not kept]
+
+        found = broken(self.tp)
+        if not found:
+            return []
+        fitting = nearby((tp for tp in divisors(heads) if not broken(tp)), self.tp)
+        return [f"tp={self.tp} {rule} (Channel axis): use tp={fitting}" for rule in found]
+
+    def runnable_problems(self) -> list[str]:
+        """Return one line for each axis and option that this release cannot run yet."""
+        works = Layout(dp=self.world_size)
+        problems = [
+            f"{axis}={self.size(axis)} ({AXIS_WORDS[axis]} axis) cannot be run yet: use {works}"
+            for axis in AXES
+            if self.size(axis) > 1 and axis not in RUNNABLE_AXES
+        ]
+        problems += [
+            f"option '{option}' of {axis} cannot be run yet: leave it out, use {works}"
+            for axis, option in self.options.items()
+        ]
+        return problems
+
+    def validate(
+        self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None
+    ) -> None:
+        """Raise ``UserError`` with every problem, what cannot be run yet among them."""
+        problems = self.problems(
+            model,
+            batch=batch,
+            microbatches=microbatches,
+            sequence_length=sequence_length,
+            world_size=world_size,
+        )
+        problems += self.runnable_problems()
+        if problems:
+            raise UserError(*problems)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _unknown_axis(axis: str) -> str:
+    return f"axis '{axis}' does not exist.{nearest(axis, AXES)} Axes: {', '.join(AXES)}"

@@ -1,0 +1,271 @@
+"""RunSpec: everything a training run needs, as its run file says it.
+
+The run file is TOML: a few keys at the top and one table a section. Paths in it are relative to the folder
+that the command is started in, like paths on the command line.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from fourfold.errors import UserError, nearest
+from fourfold.specs.layout import Layout
+from fourfold.specs.model import ModelSpec
+from fourfold.specs.spec import Spec
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class ModelSection(Spec):
+    """[model]: which model. A preset, a config.json, or the sizes themselves; sizes given here win.
+
+    In the run file the sizes stand in the section itself, beside ``preset`` or ``config``.
+    """
+
+    preset: str | None = Field(default=None, description="name of a known model")
+    config: str | None = Field(default=None, description="path of a Hugging Face config.json or its folder")
+    overrides: dict[str, Any] = Field(default_factory=dict, description="any fields of ModelSpec")
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Move the fields of ModelSpec into ``overrides``."""
+        sizes = {name: values.pop(name) for name in ModelSpec.model_fields if name in values}
+        return ({**values, "overrides": {**values.get("overrides", {}), **sizes}} if sizes else values), []
+
+    def spec(self, vocab_size: int | None = None) -> ModelSpec:
+        """Return the model, for a tokenizer of this many ids where it is known.
+
+        The tokenizer's size takes the place of a preset's. A vocabulary given here or in a config.json
+        stands, and must hold the tokenizer's. Raises ``UserError`` with every problem at once.
+        """
+        if self.preset and self.config:
+            raise UserError("model.preset and model.config are both given: leave one out")
+        overrides = dict(self.overrides)
+        if vocab_size is not None and not self.config:
+            overrides.setdefault("vocab_size", vocab_size)
+        if not (self.preset or self.config or self.overrides):
+            raise UserError("model is empty: give preset, e.g. preset = 'small-2m', or config, or the sizes")
+        base = ModelSpec.preset(self.preset) if self.preset else None
+        base = ModelSpec.from_config(self.config) if self.config else base
+        try:
+            spec = base.replace(overrides) if base else ModelSpec.model_validate(overrides)
+        except UserError as error:
+            raise UserError(*(f"model.{message}" for message in error.messages)) from None
+        if vocab_size is not None and spec.vocab_size < vocab_size:
+            raise UserError(
+                f"model.vocab_size={spec.vocab_size} is less than the tokenizer's: use {vocab_size} or more"
+            )
+        return spec
+
+
+class DataSection(Spec):
+    """[data]: the text, and how it becomes sequences."""
+
+    source: Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)] = Field(
+        default=("python-stdlib",),
+        strict=False,
+        min_length=1,
+        description="'python-stdlib', or a path or list of paths of text, JSONL or Parquet files or folders",
+    )
+    tokenizer: str = Field(default="bytes", description="'bytes', or the path of a tokenizer.json")
+    sequence_length: int = Field(default=256, ge=1, description="tokens in a sequence")
+    held_out: float = Field(default=0.02, ge=0, lt=1, description="share of documents kept for evaluation")
+
+
+class TrainingSection(Spec):
+    """[training]: how long, on how much at a time, in which precision."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    batch: int = Field(ge=1, description="sequences a step, over all ranks")
+    microbatches: int = Field(default=1, ge=1, description="pieces in which a rank runs its share of a batch")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="of compute; weights are kept in float32, or float64 for float64"
+    )
+
+
+class OptimizerSection(Spec):
+    """[optimizer]: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and its learning rate."""
+
+    learning_rate: float = Field(gt=0, allow_inf_nan=False, description="the highest rate of the schedule")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="decay of both moments")
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False, description="added to the root of the second")
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False, description="of matrices")
+    clip_norm: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="largest gradient norm, 0: off"
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine", description="of the rate after warm-up; wsd: stable, then a linear decay"
+    )
+    warmup_steps: Count = Field(default=0, description="steps of linear rise at the start")
+    decay_fraction: Share = Field(default=0.2, description="wsd: share of all steps that decay")
+    final_fraction: Share = Field(default=0.1, description="cosine, wsd: last rate / highest rate")
+
+
+class EvaluationSection(Spec):
+    """[evaluation]: the loss on held-out documents."""
+
+    every: Count = Field(default=0, description="steps between evaluations, 0: only at the end")
+    batches: int = Field(default=8, ge=1, description="batches in one evaluation")
+
+
+class SampleSection(Spec):
+    """[sample]: the text generated at the end of a run."""
+
+    prompt: str = Field(default="", description="how the text starts, empty: as a document starts")
+    tokens: Count = Field(default=200, description="tokens to generate, 0: no sample")
+    temperature: float = Field(default=0.8, ge=0, allow_inf_nan=False, description="0: the likeliest token")
+    top_k: Count = Field(default=50, description="draw from the k likeliest tokens, 0: from all")
+
+
+class LoggingSection(Spec):
+    """[logging]: where metrics go besides the run folder."""
+
+    tensorboard: bool = Field(default=False, description="write TensorBoard files into the run folder")
+    wandb: str = Field(default="", description="Weights & Biases project, empty: off")
+
+
+class RunSpec(Spec):
+    """A training run. ``RunSpec.load`` reads it from a run file.
+
+    Making one checks every value alone and those that depend on each other; ``check`` also holds the layout
+    against the model, the batch and the number of ranks.
+    """
+
+    layout: Annotated[Layout, BeforeValidator(lambda value: _layout(value)), PlainSerializer(str)] = Field(
+        default=Layout(), description="how many ways each axis is cut, e.g. 'dp4'"
+    )
+    seed: Count = Field(default=0, description="of the weights, the order of the data and the sample")
+    folder: str = Field(default="runs/run", min_length=1, description="where the run writes; runs/<run file>")
+    model: ModelSection
+    data: DataSection = DataSection()
+    training: TrainingSection
+    optimizer: OptimizerSection
+    evaluation: EvaluationSection = EvaluationSection()
+    sample: SampleSection = SampleSection()
+    logging: LoggingSection = LoggingSection()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> "RunSpec":
+        """Read a run file, with ``section.key=value`` overrides and a layout on top.
+
+        Raises ``UserError`` with every problem at once.
+        """
+        from fourfold.specs.run_file import read_run_file
+
+        return cls.model_validate(read_run_file(Path(path), overrides, layout))
+
+    def to_toml(self) -> str:
+        """Return the run file of this run, every key spelled out. It loads back equal."""
+        from fourfold.specs.run_file import toml
+
+        values = self.model_dump(mode="json", exclude_none=True)
+        values["model"] |= values["model"].pop("overrides")
+        return toml(values)
+
+    def resolved(self, vocab_size: int) -> "RunSpec":
+        """Return this run with the sizes of its model spelled out, no preset or config.json needed."""
+        sizes = self.model.spec(vocab_size).model_dump(mode="json", exclude_none=True)
+        return self.model_copy(update={"model": ModelSection(overrides=sizes)})
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Take out the keys that do not exist, each with a message that knows all sections."""
+        problems = [_unknown_key("", key) for key in values if key not in cls.model_fields]
+        values = {key: value for key, value in values.items() if key in cls.model_fields}
+        for section, keys in SECTION_KEYS.items():
+            if isinstance(values.get(section), dict):
+                problems += [_unknown_key(section, key) for key in values[section] if key not in keys]
+                values[section] = {key: value for key, value in values[section].items() if key in keys}
+        return values, problems
+
+    def inconsistencies(self) -> list[str]:
+        """Return the problems between sections."""
+        problems: list[str] = []
+        try:
+            # Which vocabulary the tokenizer has is not known here; one id fits into any.
+            self.model.spec(vocab_size=1)
+        except UserError as error:
+            problems += error.messages
+        steps = self.training.steps
+        if self.optimizer.warmup_steps > steps:
+            problems.append(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than training.steps={steps}: "
+                f"use {steps} or less"
+            )
+        if self.evaluation.every and not self.data.held_out:
+            problems.append(
+                f"evaluation.every={self.evaluation.every} has nothing to evaluate with data.held_out=0: "
+                "use data.held_out=0.02, or evaluation.every=0"
+            )
+        return problems
+
+    def problems(self, *, vocab_size: int | None = None, world_size: int | None = None) -> list[str]:
+        """Return every rule that the layout breaks for this run, what cannot be run yet included.
+
+        ``vocab_size`` is the tokenizer's and ``world_size`` the number of ranks, None while not known.
+        """
+        try:
+            model = self.model.spec(1 if vocab_size is None else vocab_size)
+        except UserError as error:
+            return list(error.messages)
+        return [
+            *self.layout.problems(
+                model,
+                batch=self.training.batch,
+                microbatches=self.training.microbatches,
+                sequence_length=self.data.sequence_length,
+                world_size=world_size,
+            ),
+            *self.layout.runnable_problems(),
+        ]
+
+    def check(self, *, vocab_size: int | None = None, world_size: int | None = None) -> None:
+        """Raise ``UserError`` with every one of ``problems``."""
+        problems = self.problems(vocab_size=vocab_size, world_size=world_size)
+        if problems:
+            raise UserError(*problems)
+
+
+SECTION_KEYS: dict[str, tuple[str, ...]] = {
+    # `overrides` is how Python code gives the sizes; in a run file they stand in the section itself.
+    "model": ("preset", "config", *ModelSpec.model_fields, "overrides"),
+    "data": tuple(DataSection.model_fields),
+    "training": tuple(TrainingSection.model_fields),
+    "optimizer": tuple(OptimizerSection.model_fields),
+    "evaluation": tuple(EvaluationSection.model_fields),
+    "sample": tuple(SampleSection.model_fields),
+    "logging": tuple(LoggingSection.model_fields),
+}
+
+
+def _unknown_key(section: str, key: str) -> str:
+    """Return the message for a key that its section, or the top of the file, does not have."""
+    where = f"{section}.{key}" if section else key
+    homes = [name for name, keys in SECTION_KEYS.items() if key in keys]
+    if homes:
+        return f"{where} does not exist: '{key}' belongs in [{homes[0]}]"
+    if section and key in RunSpec.model_fields and key not in SECTION_KEYS:
+        return f"{where} does not exist: '{key}' belongs at the top of the file, before the first section"
+    own = SECTION_KEYS[section] if section else tuple(RunSpec.model_fields)
+    elsewhere = [f"{name}.{other}" for name, keys in SECTION_KEYS.items() for other in keys]
+    hint = nearest(key, own) or nearest(where, elsewhere)
+    shown = [name for name in own if name != "overrides"]
+    return (
+        f"{where} does not exist.{hint} {f'[{section}]' if section else 'The file'} has: {', '.join(shown)}"
+    )
+
+
+def _layout(value: object) -> Layout:
+    """Read the notation. A ``ValueError`` is one problem among others to pydantic."""
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"layout={value!r} must be a string in quotes, e.g. 'dp4'")
+    try:
+        return Layout.parse(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,93 @@
+"""The run file: reading it with overrides on top, and writing it."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+
+
+def read_run_file(path: Path, overrides: Sequence[str] = (), layout: str | None = None) -> dict[str, Any]:
+    """Return the content of a run file with the overrides and the layout put on top.
+
+    The folder of the run is ``runs/<name of the file>`` where the file does not say. Raises ``UserError``.
+    """
+    values = _load(path)
+    values.setdefault("folder", f"runs/{path.stem}")
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            _override(values, text)
+        except UserError as error:
+            problems += error.messages
+    if problems:
+        raise UserError(*problems)
+    if layout is not None:
+        values["layout"] = layout
+    return values
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        inside = sorted(str(file) for file in path.glob("*.toml"))
+        raise UserError(f"{path} is a folder: give a run file, e.g. {inside[0] if inside else 'run.toml'}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = sorted(str(file) for file in path.parent.glob("*.toml"))
+        hint = f". There are: {', '.join(beside)}" if beside else ""
+        raise UserError(f"run file {path} does not exist{hint}") from None
+    except OSError as error:
+        raise UserError(f"run file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bad TOML, with its line, or bad UTF-8
+        raise UserError(f"run file {path} is not valid TOML: {error}") from None
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    """Put ``section.key=value`` into the content of a run file, in place."""
+    name, equals, value = text.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override '{text}' is not section.key=value: write e.g. training.steps=100")
+    table = values
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"override '{text}': {part} is a key, not a section")
+    table[parts[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """Read a TOML value; what is none is a string."""
+    try:
+        items = tomllib.loads(f"value = [{text}]")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    # `a, b` and dates are no single value that a run file could hold.
+    one = len(items) == 1 and isinstance(items[0], (bool, int, float, str, list, dict))
+    return items[0] if one else text
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """Write top-level keys, then one table for each mapping. None has no place in TOML."""
+    lines = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    for section, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    """Write one value; tables inside a section are written inline."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one control character that JSON leaves alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(_literal(item) for item in value) + "]"

@@ -1,0 +1,70 @@
+"""A collective as data: which op, over which axis, how many bytes; what it sends and how long it takes.
+
+The running code records these events and the planner predicts them, so both use this file.
+
+What ``Event.bytes`` counts is always the whole message, whatever a rank holds of it:
+
+| op | bytes |
+|---|---|
+| all_reduce, broadcast, reduce, send, recv | the tensor |
+| all_gather | the gathered tensor |
+| reduce_scatter | the tensor before it is scattered |
+| all_to_all | all that this rank hands in, its own part included |
+| barrier | 0 |
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective of one rank: the op, the name of the mesh axis, the message in bytes, its dtype."""
+
+    op: str
+    axis: str
+    bytes: int
+    dtype: str
+
+
+def sent_bytes(event: Event, axis_size: int) -> float:
+    """Return the bytes that a rank puts on the wire with a bandwidth-optimal algorithm.
+
+    Where ranks differ (broadcast, reduce) it is the most that any of them sends: in a chain, the whole
+    message. Source: Chan et al. 2007, "Collective communication: theory, practice, and experience".
+    """
+    others = (axis_size - 1) / axis_size  # the part of a message that is not for oneself
+    factors = {
+        "all_reduce": 2 * others,
+        "reduce_scatter": others,
+        "all_gather": others,
+        "all_to_all": others,
+        "broadcast": 1.0 if axis_size > 1 else 0.0,
+        "reduce": 1.0 if axis_size > 1 else 0.0,
+        "send": 1.0,
+        "recv": 0.0,
+        "barrier": 0.0,
+    }
+    return factors[event.op] * event.bytes
+
+
+def seconds(event: Event, axis_size: int, *, bytes_per_second: float, latency_seconds: float) -> float:
+    """Return the time of a collective: a latency for each round, and its bytes at the speed of the link.
+
+    ``bytes_per_second`` is what a rank can send in one direction while it receives as much. The rounds are
+    those of a ring, or of a tree for broadcast, reduce and barrier.
+    """
+    ring, tree = axis_size - 1, math.ceil(math.log2(axis_size))
+    rounds = {
+        "all_reduce": 2 * ring,
+        "reduce_scatter": ring,
+        "all_gather": ring,
+        "all_to_all": ring,
+        "broadcast": tree,
+        "reduce": tree,
+        "send": 1,
+        "recv": 1,
+        "barrier": tree,
+    }
+    on_the_link = event.bytes if event.op == "recv" else sent_bytes(event, axis_size)
+    return rounds[event.op] * latency_seconds + on_the_link / bytes_per_second

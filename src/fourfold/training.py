@@ -1,0 +1,191 @@
+"""The training loop."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.collectives import all_gather, all_reduce_
+from fourfold.data import Dataset
+from fourfold.errors import RunStopped
+from fourfold.initialize import initialize_
+from fourfold.learning_rate import learning_rate
+from fourfold.mesh import Mesh
+from fourfold.models import Decoder, Microbatch
+from fourfold.optimizer import adamw, clip_, gradient_norm, set_learning_rate_
+from fourfold.parallelize import ParallelModel, parallelize
+from fourfold.program.actions import COMPUTE
+from fourfold.program.clock import Span
+from fourfold.specs import ModelSpec, RunSpec
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished training step.
+
+    Attributes:
+        step: how many steps are finished, counted from 1.
+        loss: mean over the valid tokens of the global batch, before the update.
+        grad_norm: of the whole gradient, before clipping.
+        learning_rate: what the update used.
+        tokens: input tokens of the global batch.
+        valid_tokens: labels that counted.
+        seconds: wall-clock time of the step.
+        memory_bytes: peak memory of this rank, of the device, or on the CPU of the process.
+        spans: when each action ran, on one chosen step; else None.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    valid_tokens: int
+    seconds: float
+    memory_bytes: int
+    spans: list[Span] | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The loss on the held-out tokens, after ``step`` training steps: mean over ``valid_tokens`` labels."""
+
+    step: int
+    loss: float
+    valid_tokens: int
+
+
+Report = StepReport | EvaluationReport
+
+
+def train(
+    run: RunSpec,
+    model_spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    train_data: Dataset,
+    eval_data: Dataset,
+    on_report: Callable[[Report], None],
+) -> ParallelModel:
+    """Train from step 0 to ``run.training.steps`` and return the model.
+
+    Called on every rank of ``mesh``, with the same arguments but ``on_report``.
+
+    Raises:
+        RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
+            message names the step, and the rank and the parameter where it began.
+    """
+    parallel = initialized(model_spec, mesh, microbatches=run.training.microbatches, dtype=run.training.dtype, seed=run.seed)
+    optimizer = adamw(parallel.units, run.optimizer)
+    spec, training = run.optimizer, run.training
+    traced_step = min(3, training.steps)
+
+    for step in range(training.steps):
+        began = time.perf_counter()
+        valid_tokens = train_data.valid_tokens(step, training.batch)
+        batches = rank_batches(train_data, mesh, step=step, batch=training.batch, microbatches=training.microbatches)
+        rate = learning_rate(step + 1, spec=spec, total_steps=training.steps)
+        norms: list[float] = []
+
+        def update(loss_sum: Tensor) -> None:
+            norm = gradient_norm(parallel.units)
+            if not (torch.isfinite(loss_sum) and norm < float("inf")):
+                raise RunStopped(_diagnosis(parallel, batches, step=step, valid_tokens=valid_tokens))
+            if spec.clip_norm:
+                clip_(parallel.units, norm=norm, max_norm=spec.clip_norm)
+            set_learning_rate_(optimizer, rate)
+            optimizer.step()
+            parallel.publish_()
+            norms.append(norm)
+
+        parallel.executor.spans = [] if step + 1 == traced_step else None
+        loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)
+        on_report(
+            StepReport(
+                step=step + 1,
+                loss=float(loss_sum) / max(valid_tokens, 1),
+                grad_norm=norms[0],
+                learning_rate=rate,
+                tokens=training.batch * run.data.sequence_length,
+                valid_tokens=valid_tokens,
+                seconds=time.perf_counter() - began,
+                memory_bytes=peak_memory_bytes(mesh.device),
+                spans=parallel.executor.spans,
+            )
+        )
+        every = run.evaluation.every
+        if step + 1 == training.steps or (every and (step + 1) % every == 0):
+            on_report(evaluate(parallel, run, eval_data, step=step + 1))
+    return parallel
+
+
+def initialized(model_spec: ModelSpec, mesh: Mesh, *, microbatches: int, dtype: str, seed: int) -> ParallelModel:
+    """Build the model on ``mesh`` with its initial weights, the same on every layout."""
+    with torch.device("meta"):
+        model = Decoder(model_spec)
+    parallel = parallelize(model, mesh=mesh, microbatches=microbatches, dtype=getattr(torch, dtype))
+    initialize_(dict(parallel.named_masters()), seed=seed, spec=model_spec)
+    parallel.publish_()
+    return parallel
+
+
+def rank_batches(data: Dataset, mesh: Mesh, *, step: int, batch: int, microbatches: int) -> list[Microbatch]:
+    """This rank's microbatches of the global batch of ``step``.
+
+    Row j of the global batch belongs to microbatch ``j // (batch / M)``; within a microbatch the ranks of the
+    data axes (dp x fsdp) take equal runs of rows in their order.
+    """
+    ranks = mesh.data.size
+    rows = batch // (microbatches * ranks)
+    first = [(m * ranks + mesh.data.rank) * rows for m in range(microbatches)]
+    return [data.rows(step, batch, range(start, start + rows)).to(mesh.device) for start in first]
+
+
+def evaluate(parallel: ParallelModel, run: RunSpec, data: Dataset, *, step: int) -> EvaluationReport:
+    """The mean loss on the first ``run.evaluation.batches`` held-out batches, on all ranks together."""
+    batch = run.training.batch
+    total = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
+    valid_tokens = 0
+    for index in range(run.evaluation.batches):
+        valid_tokens += data.valid_tokens(index, batch)
+        total += parallel.evaluate(
+            rank_batches(data, parallel.mesh, step=index, batch=batch, microbatches=run.training.microbatches)
+        )
+    all_reduce_(total, parallel.mesh.batch)
+    return EvaluationReport(step, float(total) / max(valid_tokens, 1), valid_tokens)
+
+
+def _diagnosis(parallel: ParallelModel, batches: list[Microbatch], *, step: int, valid_tokens: int) -> str:
+    """Where a loss or gradient that is not finite began.
+
+    The gradients are summed over ranks already, so the step is run again on every rank without sums: the
+    weights are untouched and the batch is the same, so the same numbers come out, rank by rank.
+    """
+    actions = [action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind in COMPUTE]
+    loss_sum = parallel.executor.step(actions, batches, valid_tokens=valid_tokens, update=lambda _: None)
+    backward_order = list(parallel.named_gradients())[::-1]
+    bad = [index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()]
+    mine = torch.tensor(
+        [[int(not torch.isfinite(loss_sum)), bad[0] if bad else -1]], device=parallel.mesh.device
+    )
+    found = all_gather(mine, parallel.mesh.batch).tolist()
+    where = f"step {step + 1} is not finite; no weight was changed by it"
+    for rank, (loss_is_bad, parameter) in enumerate(found):
+        if loss_is_bad or parameter >= 0:
+            what = "the loss" if loss_is_bad else "a gradient"
+            first = f"; the backward meets it first in {backward_order[parameter][0]}" if parameter >= 0 else ""
+            return f"{where}: {what} is not finite on rank {parallel.mesh.batch.ranks[rank]}{first}"
+    return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the device on CUDA, resident memory of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # POSIX only
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,135 @@
+"""Weight gradients of linear layers: added in place into ``weight.grad``, at once or later.
+
+[Note: deferred weight gradients] The backward of a linear layer is two products: the input gradient, which
+the layer before waits for, and the weight gradient, which nobody waits for before the reduction. Zero-bubble
+schedules (Qi et al. 2023) run them at different times. `WeightGradients.deferred` collects the second
+products instead of running them; what it returns runs them.
+
+The object that decides is passed to each layer when `WeightGradients.attach_` replaces the layer's forward, and
+rides along in the autograd graph. It is no global and no thread-local: two models do not mix, and the
+autograd engine's device threads see it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class WeightGradients:
+    """Takes over the weight gradients of a model's linear layers.
+
+    Weights must have a ``.grad`` of their own shape from the start; it may be of a higher precision than the
+    weight. A weight that one linear layer alone uses is *written* by its first product of a step and added to
+    by later ones, so its gradient need not be zeroed before a step. All others are added to.
+    """
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], None]] | None = None
+        self._written_first: set[Tensor] = set()
+        self._untouched: set[Tensor] = set()
+        self._zeroed: list[Tensor] = []
+
+    def attach_(self, model: nn.Module) -> None:
+        """Replace the forward of every `nn.Linear` in ``model``; its parameters and names stay as they are."""
+        uses: dict[Tensor, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                uses.setdefault(parameter, []).append(module)
+        for parameter, modules in uses.items():
+            if parameter.ndim == 2 and len(modules) == 1 and type(modules[0]) is nn.Linear:
+                self._written_first.add(parameter)
+            else:
+                self._zeroed.append(parameter)
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = _forward_of(module, self)  # type: ignore[method-assign]
+
+    def begin_step_(self) -> None:
+        """Forget the gradients of the last step."""
+        self._untouched = set(self._written_first)
+        torch._foreach_zero_([_gradient_of(parameter) for parameter in self._zeroed])
+
+    def finish_(self, parameters: list[nn.Parameter]) -> None:
+        """Make the gradients of ``parameters`` whole before they are reduced: zero where nothing was added."""
+        for parameter in parameters:
+            if parameter in self._untouched:
+                self._untouched.discard(parameter)
+                _gradient_of(parameter).zero_()
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[Callable[[], None]]]:
+        """Collect weight gradients instead of computing them; run the calls in the list to make up for it."""
+        assert self._queue is None, "weight gradients are being deferred already"
+        self._queue = queue = []
+        try:
+            yield queue
+        finally:
+            self._queue = None
+
+    def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of ``weight`` and ``bias``, given the layer's input and the gradient of its output.
+
+        Args:
+            weight: (out, in).
+            bias: (out,) or None.
+            x: (..., in).
+            gradient: (..., out).
+        """
+        if self._queue is not None:
+            self._queue.append(lambda: self._add(weight, bias, x, gradient))
+        else:
+            self._add(weight, bias, x, gradient)
+
+    def _add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
+        with torch.no_grad():
+            rows = gradient.flatten(0, -2)
+            transposed, inputs = rows.t(), x.flatten(0, -2)
+            total = _gradient_of(weight)
+            first = weight in self._untouched
+            self._untouched.discard(weight)
+            if total.dtype == x.dtype:
+                if first:
+                    torch.mm(transposed, inputs, out=total)
+                else:
+                    total.addmm_(transposed, inputs)
+            elif first:
+                total.copy_(transposed @ inputs)
+            else:
+                total.add_(transposed @ inputs)
+            if bias is not None:
+                _gradient_of(bias).add_(rows.sum(0, dtype=_gradient_of(bias).dtype))
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, whose backward returns the input gradient and hands the rest to `WeightGradients`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: E501
+        ctx.save_for_backward(x, weight, bias)
+        ctx.sink = sink
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[no-untyped-def,override]  # noqa: E501
+        x, weight, bias = ctx.saved_tensors
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        ctx.sink.add(weight, bias, x, gradient)
+        return input_gradient, None, None, None
+
+
+def _forward_of(layer: nn.Linear, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Linear.apply(x, layer.weight, layer.bias, sink)
+        return functional.linear(x, layer.weight, layer.bias)
+
+    return forward
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None, "the parameter has no gradient buffer"
+    return gradient
