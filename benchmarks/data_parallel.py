@@ -1,6 +1,6 @@
 """Plain data parallelism against PyTorch's DistributedDataParallel, and one rank against a bare PyTorch loop.
 
-    python benchmarks/data_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 8]
+python benchmarks/data_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 8]
 """
 
 import sys

@@ -17,7 +17,7 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. Seconds are medians of steps, each of its slowest rank; bytes are sent per rank and step."""
+    """One comparison: medians of steps, each of its slowest rank; bytes sent per rank and step."""
 
     workload: str
     layout: str
@@ -32,11 +32,15 @@ class Row:
     peer_peak_bytes: int
 
     @classmethod
-    def of(cls, workload: str, layout: str, *, ours: Score, peer: str, peer_score: Score, limit: Score) -> "Row":
+    def of(
+        cls, workload: str, layout: str, *, ours: Score, peer: str, peer_score: Score, limit: Score
+    ) -> "Row":
         """Compare two scores, after a check that both trained the same."""
         for k, (a, b) in enumerate(zip(ours.losses, peer_score.losses, strict=True)):
             if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
-                raise SystemExit(f"{workload} {layout}: at step {k} our loss is {a:.6f}, that of {peer} is {b:.6f}")
+                raise SystemExit(
+                    f"{workload} {layout}: at step {k} our loss is {a:.6f}, that of {peer} is {b:.6f}"
+                )
         return cls(
             workload=workload,
             layout=layout,
@@ -72,7 +76,9 @@ def arguments(description: str | None, *, ranks: Sequence[int]) -> Options:
     parser.add_argument("--steps", type=int, default=5, help="steps a turn")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args()
-    return Options(given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.steps, given.json)
+    return Options(
+        given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.steps, given.json
+    )
 
 
 def show(rows: Sequence[Row], *, json: bool) -> None:
@@ -81,7 +87,19 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
         print(json_module.dumps([asdict(row) for row in rows], indent=2))
         return
     table = Table(title="medians of interleaved steps; ratio = ours / peer, below 1 is faster")
-    columns = ("workload", "layout", "ours ms", "peer", "peer ms", "ratio", "limit ms", "MiB/step ours", "peer", "peak MiB ours", "peer")  # noqa: E501
+    columns = (
+        "workload",
+        "layout",
+        "ours ms",
+        "peer",
+        "peer ms",
+        "ratio",
+        "limit ms",
+        "MiB/step ours",
+        "peer",
+        "peak MiB ours",
+        "peer",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in ("workload", "layout", "peer") else "right")
     for row in rows:

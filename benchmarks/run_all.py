@@ -1,6 +1,6 @@
 """Every benchmark, one after another: `make bench`.
 
-    python benchmarks/run_all.py
+python benchmarks/run_all.py
 """
 
 import subprocess

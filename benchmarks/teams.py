@@ -59,7 +59,9 @@ class Team:
         self._processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(theirs, build, rank, ranks, store.port), daemon=True)
+            process = context.Process(
+                target=_rank_main, args=(theirs, build, rank, ranks, store.port), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -89,7 +91,9 @@ class Team:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def interleaved(builds: dict[str, Build], ranks: int, *, rounds: int, steps: int, tokens: int) -> dict[str, Score]:
+def interleaved(
+    builds: dict[str, Build], ranks: int, *, rounds: int, steps: int, tokens: int
+) -> dict[str, Score]:
     """Run every contestant in turn, ``rounds`` times ``steps`` steps, after one round of warm-up.
 
     Raises:
@@ -114,7 +118,11 @@ def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int)
     torch.set_num_threads(1)
     if ranks > 1:
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=120),
         )
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     contestant = build(rank, ranks)

@@ -9,7 +9,9 @@ from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
 
 
-def build(schedule: Program, *, segments_of_stage: Sequence[int], users: Sequence[tuple[int, ...]]) -> Program:
+def build(
+    schedule: Program, *, segments_of_stage: Sequence[int], users: Sequence[tuple[int, ...]]
+) -> Program:
     """Write the program of a training step, checked.
 
     Args:
@@ -40,7 +42,8 @@ def expanded(
 
     return Program(
         ranks=tuple(
-            tuple(small for action in actions for small in over_segments(action)) for actions in schedule.ranks
+            tuple(small for action in actions for small in over_segments(action))
+            for actions in schedule.ranks
         ),
         rank_of_segment=tuple(
             rank
@@ -56,7 +59,9 @@ def evaluation(*, segments: int, microbatches: int) -> Program:
     """The program of an evaluation on one stage: forwards only, one microbatch after another."""
     return Program(
         ranks=(
-            tuple(Action(Kind.FORWARD, segment, m) for m in range(microbatches) for segment in range(segments)),
+            tuple(
+                Action(Kind.FORWARD, segment, m) for m in range(microbatches) for segment in range(segments)
+            ),
         ),
         rank_of_segment=(0,) * segments,
         microbatches=microbatches,

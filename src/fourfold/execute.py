@@ -93,8 +93,8 @@ class Executor:
                 sum of the token losses.
 
         Returns:
-            The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave LOSS out:
-            of this rank's microbatches.)
+            The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
+            LOSS: of this rank's microbatches.)
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._units[0].master.device)
         state = _Step(batches, valid_tokens, {}, {}, [], loss_sum, update)
@@ -145,7 +145,9 @@ class Executor:
 
     def _input_gradient(self, state: _Step, action: Action) -> None:
         segment, microbatch = _place(action)
-        gradient = self._segments[segment].input_gradient(microbatch, state.gradients.pop((segment, microbatch)))
+        gradient = self._segments[segment].input_gradient(
+            microbatch, state.gradients.pop((segment, microbatch))
+        )
         if gradient is not None:
             state.gradients[segment - 1, microbatch] = gradient
 

@@ -66,7 +66,7 @@ class Mesh:
         self.layout = layout
         self.world_size = layout.world_size
         self.rank = _rank_in_world(layout)
-        self.device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        self.device = _current_device(device_type)
         self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._axes: dict[tuple[str, ...], Axis] = {}
         self.pp = self.joint("pp")
@@ -121,6 +121,12 @@ class Mesh:
                 if self.rank in ranks:
                     made[members] = group
         return made[members]
+
+
+def _current_device(device_type: str) -> torch.device:
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)
 
 
 def _members(layout: Layout, names: tuple[str, ...]) -> Members:

@@ -30,15 +30,7 @@ def adamw(units: Sequence[Unit], spec: OptimizerSection) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) on the units' master weights; only matrices decay."""
     decayed, plain = flat_parameters(units)
     groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        groups, lr=spec.learning_rate, betas=tuple(spec.betas), eps=spec.eps, fused=True
-    )
-
-
-def set_learning_rate_(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=tuple(spec.betas), eps=spec.eps, fused=True)
 
 
 def gradient_norm(units: Sequence[Unit]) -> float:
@@ -54,3 +46,47 @@ def clip_(units: Sequence[Unit], *, norm: float, max_norm: float) -> None:
     """Scale all gradients by ``max_norm / norm`` where ``norm`` is larger."""
     if norm > max_norm:
         torch._foreach_mul_([unit.gradient for unit in units], max_norm / norm)
+
+
+class NotFinite(Exception):
+    """The loss or the gradient of a step is not finite. The weights have not been touched."""
+
+
+class Update:
+    """What UPDATE does: the norm, the check that all is finite, clipping, the optimizer.
+
+    Args:
+        units: whose weights and gradients it works on.
+        optimizer: on the units' flat parameters.
+        clip_norm: the largest gradient norm, 0 for none.
+
+    Attributes:
+        learning_rate: of the next update.
+        norm: of the whole gradient at the last update, before clipping.
+    """
+
+    def __init__(self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, *, clip_norm: float):
+        self._units = units
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self.learning_rate = 0.0
+        self.norm = math.nan
+
+    def __call__(self, loss_sum: Tensor) -> None:
+        """Update the weights, given the loss of the global batch.
+
+        Loss and gradients are sums over ranks, so every rank comes to the same decision.
+
+        Raises:
+            NotFinite: before any weight is changed.
+        """
+        self.norm = gradient_norm(self._units)
+        if not (math.isfinite(self.norm) and math.isfinite(float(loss_sum))):
+            raise NotFinite
+        if self._clip_norm:
+            clip_(self._units, norm=self.norm, max_norm=self._clip_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._optimizer.step()
+        for unit in self._units:
+            unit.publish_()

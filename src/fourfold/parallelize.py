@@ -36,7 +36,9 @@ class ParallelModel:
     program: Program
     executor: Executor
 
-    def step(self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]) -> Tensor:
+    def step(
+        self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]
+    ) -> Tensor:
         """Run one training step on this rank's microbatches; see `Executor.step`."""
         return self.executor.step(
             self.program.ranks[self.mesh.pp.rank], batches, valid_tokens=valid_tokens, update=update
@@ -79,7 +81,9 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def parallelize(model: Decoder, *, mesh: Mesh, microbatches: int = 1, dtype: torch.dtype = torch.float32) -> ParallelModel:
+def parallelize(
+    model: Decoder, *, mesh: Mesh, microbatches: int = 1, dtype: torch.dtype = torch.float32
+) -> ParallelModel:
     """Lay ``model`` out on ``mesh``.
 
     Args:
@@ -109,7 +113,9 @@ def parallelize(model: Decoder, *, mesh: Mesh, microbatches: int = 1, dtype: tor
     program = build(
         one_forward_one_backward(stages=1, microbatches=microbatches),
         segments_of_stage=[len(pieces)],
-        users=[tuple(sorted({user for users in unit.values() for user in users})) for unit in unit_parameters],
+        users=[
+            tuple(sorted({user for users in unit.values() for user in users})) for unit in unit_parameters
+        ],
     )
     executor = Executor(segments, units, weight_gradients=weight_gradients, batch_axis=mesh.batch)
     return ParallelModel(model, mesh, units, program, executor)

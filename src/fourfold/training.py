@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fourfold.collectives import all_gather, all_reduce_
 from fourfold.data import Dataset
@@ -14,11 +13,14 @@ from fourfold.initialize import initialize_
 from fourfold.learning_rate import learning_rate
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.optimizer import adamw, clip_, gradient_norm, set_learning_rate_
+from fourfold.optimizer import NotFinite, Update, adamw
 from fourfold.parallelize import ParallelModel, parallelize
 from fourfold.program.actions import COMPUTE
 from fourfold.program.clock import Span
 from fourfold.specs import ModelSpec, RunSpec
+
+TRACED_STEP = 3
+"""The step whose actions are timed for the picture of the program: the first ones warm up."""
 
 
 @dataclass(frozen=True)
@@ -77,56 +79,54 @@ def train(
         RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
             message names the step, and the rank and the parameter where it began.
     """
-    parallel = initialized(model_spec, mesh, microbatches=run.training.microbatches, dtype=run.training.dtype, seed=run.seed)
-    optimizer = adamw(parallel.units, run.optimizer)
-    spec, training = run.optimizer, run.training
-    traced_step = min(3, training.steps)
-
-    for step in range(training.steps):
-        began = time.perf_counter()
-        valid_tokens = train_data.valid_tokens(step, training.batch)
-        batches = rank_batches(train_data, mesh, step=step, batch=training.batch, microbatches=training.microbatches)
-        rate = learning_rate(step + 1, spec=spec, total_steps=training.steps)
-        norms: list[float] = []
-
-        def update(loss_sum: Tensor) -> None:
-            norm = gradient_norm(parallel.units)
-            if not (torch.isfinite(loss_sum) and norm < float("inf")):
-                raise RunStopped(_diagnosis(parallel, batches, step=step, valid_tokens=valid_tokens))
-            if spec.clip_norm:
-                clip_(parallel.units, norm=norm, max_norm=spec.clip_norm)
-            set_learning_rate_(optimizer, rate)
-            optimizer.step()
-            parallel.publish_()
-            norms.append(norm)
-
-        parallel.executor.spans = [] if step + 1 == traced_step else None
-        loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)
-        on_report(
-            StepReport(
-                step=step + 1,
-                loss=float(loss_sum) / max(valid_tokens, 1),
-                grad_norm=norms[0],
-                learning_rate=rate,
-                tokens=training.batch * run.data.sequence_length,
-                valid_tokens=valid_tokens,
-                seconds=time.perf_counter() - began,
-                memory_bytes=peak_memory_bytes(mesh.device),
-                spans=parallel.executor.spans,
-            )
-        )
-        every = run.evaluation.every
-        if step + 1 == training.steps or (every and (step + 1) % every == 0):
+    parallel = initialized(
+        model_spec, mesh, microbatches=run.training.microbatches, dtype=run.training.dtype, seed=run.seed
+    )
+    update = Update(parallel.units, adamw(parallel.units, run.optimizer), clip_norm=run.optimizer.clip_norm)
+    for step in range(run.training.steps):
+        on_report(_train_step(parallel, run, train_data, update, step))
+        every, last = run.evaluation.every, step + 1 == run.training.steps
+        if last or (every and (step + 1) % every == 0):
             on_report(evaluate(parallel, run, eval_data, step=step + 1))
     return parallel
 
 
-def initialized(model_spec: ModelSpec, mesh: Mesh, *, microbatches: int, dtype: str, seed: int) -> ParallelModel:
+def _train_step(
+    parallel: ParallelModel, run: RunSpec, data: Dataset, update: Update, step: int
+) -> StepReport:
+    began = time.perf_counter()
+    training = run.training
+    valid_tokens = data.valid_tokens(step, training.batch)
+    batches = rank_batches(
+        data, parallel.mesh, step=step, batch=training.batch, microbatches=training.microbatches
+    )
+    update.learning_rate = learning_rate(step + 1, spec=run.optimizer, total_steps=training.steps)
+    parallel.executor.spans = [] if step + 1 == min(TRACED_STEP, training.steps) else None
+    try:
+        loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)
+    except NotFinite:
+        raise RunStopped(_diagnosis(parallel, batches, step=step, valid_tokens=valid_tokens)) from None
+    return StepReport(
+        step=step + 1,
+        loss=float(loss_sum) / max(valid_tokens, 1),
+        grad_norm=update.norm,
+        learning_rate=update.learning_rate,
+        tokens=training.batch * run.data.sequence_length,
+        valid_tokens=valid_tokens,
+        seconds=time.perf_counter() - began,
+        memory_bytes=peak_memory_bytes(parallel.mesh.device),
+        spans=parallel.executor.spans,
+    )
+
+
+def initialized(
+    model_spec: ModelSpec, mesh: Mesh, *, microbatches: int, dtype: str, seed: int
+) -> ParallelModel:
     """Build the model on ``mesh`` with its initial weights, the same on every layout."""
     with torch.device("meta"):
         model = Decoder(model_spec)
     parallel = parallelize(model, mesh=mesh, microbatches=microbatches, dtype=getattr(torch, dtype))
-    initialize_(dict(parallel.named_masters()), seed=seed, spec=model_spec)
+    initialize_(dict(parallel.named_masters()), model, seed=seed, std=model_spec.initializer_range)
     parallel.publish_()
     return parallel
 
@@ -165,7 +165,7 @@ def _diagnosis(parallel: ParallelModel, batches: list[Microbatch], *, step: int,
     """
     actions = [action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind in COMPUTE]
     loss_sum = parallel.executor.step(actions, batches, valid_tokens=valid_tokens, update=lambda _: None)
-    backward_order = list(parallel.named_gradients())[::-1]
+    backward_order = [item for unit in reversed(parallel.units) for item in unit.named(unit.gradient)]
     bad = [index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()]
     mine = torch.tensor(
         [[int(not torch.isfinite(loss_sum)), bad[0] if bad else -1]], device=parallel.mesh.device
@@ -175,7 +175,9 @@ def _diagnosis(parallel: ParallelModel, batches: list[Microbatch], *, step: int,
     for rank, (loss_is_bad, parameter) in enumerate(found):
         if loss_is_bad or parameter >= 0:
             what = "the loss" if loss_is_bad else "a gradient"
-            first = f"; the backward meets it first in {backward_order[parameter][0]}" if parameter >= 0 else ""
+            first = (
+                f"; the backward meets it first in {backward_order[parameter][0]}" if parameter >= 0 else ""
+            )
             return f"{where}: {what} is not finite on rank {parallel.mesh.batch.ranks[rank]}{first}"
     return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
 

@@ -5,8 +5,8 @@ the layer before waits for, and the weight gradient, which nobody waits for befo
 schedules (Qi et al. 2023) run them at different times. `WeightGradients.deferred` collects the second
 products instead of running them; what it returns runs them.
 
-The object that decides is passed to each layer when `WeightGradients.attach_` replaces the layer's forward, and
-rides along in the autograd graph. It is no global and no thread-local: two models do not mix, and the
+The object that decides is passed to each layer when `WeightGradients.attach_` replaces the layer's forward,
+and rides along in the autograd graph. It is no global and no thread-local: two models do not mix, and the
 autograd engine's device threads see it.
 """
 
@@ -33,7 +33,7 @@ class WeightGradients:
         self._zeroed: list[Tensor] = []
 
     def attach_(self, model: nn.Module) -> None:
-        """Replace the forward of every `nn.Linear` in ``model``; its parameters and names stay as they are."""
+        """Replace the forward of every `nn.Linear` in ``model``; parameters and names stay as they are."""
         uses: dict[Tensor, list[nn.Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -53,7 +53,7 @@ class WeightGradients:
         torch._foreach_zero_([_gradient_of(parameter) for parameter in self._zeroed])
 
     def finish_(self, parameters: list[nn.Parameter]) -> None:
-        """Make the gradients of ``parameters`` whole before they are reduced: zero where nothing was added."""
+        """Make the gradients of ``parameters`` whole before a reduction: zero where nothing was added."""
         for parameter in parameters:
             if parameter in self._untouched:
                 self._untouched.discard(parameter)
@@ -70,7 +70,7 @@ class WeightGradients:
             self._queue = None
 
     def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of ``weight`` and ``bias``, given the layer's input and the gradient of its output.
+        """Add the gradients of ``weight`` and ``bias``, given the layer's input and its output's gradient.
 
         Args:
             weight: (out, in).
@@ -107,13 +107,13 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b, whose backward returns the input gradient and hands the rest to `WeightGradients`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: E501
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight, bias)
         ctx.sink = sink
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[no-untyped-def,override]  # noqa: E501
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[no-untyped-def,override]
         x, weight, bias = ctx.saved_tensors
         input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
         ctx.sink.add(weight, bias, x, gradient)

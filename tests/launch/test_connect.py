@@ -41,7 +41,9 @@ def test_a_port_in_use(taken_port: int):
 
 def test_a_port_at_which_something_else_answers(taken_port: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fourfold.launch.connect.ANSWER_SECONDS", 0.5)
-    with pytest.raises(UserError, match=f"something else than rank 0 of this job answers at localhost:{taken_port}"):
+    with pytest.raises(
+        UserError, match=f"something else than rank 0 of this job answers at localhost:{taken_port}"
+    ):
         meet(job(1, port=taken_port))
 
 

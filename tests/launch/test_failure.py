@@ -41,7 +41,9 @@ def test_a_kill_is_the_cause_of_whatever_else_is_said():
 
 
 def test_the_earliest_of_equals_is_the_cause():
-    first, second = (Failure(rank, None, "user", (f"mistake {rank}",), time) for rank, time in ((3, 1.0), (0, 2.0)))
+    first, second = (
+        Failure(rank, None, "user", (f"mistake {rank}",), time) for rank, time in ((3, 1.0), (0, 2.0))
+    )
     assert root_cause([second, first]).messages == ("mistake 3",)
 
 
@@ -55,7 +57,9 @@ def test_messages_keep_their_kind():
 
 
 def test_a_full_disk_is_named():
-    failure = Failure.of(OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), rank=0, step=1)
+    failure = Failure.of(
+        OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), rank=0, step=1
+    )
     assert str(failure.exception()) == "no space left on device while writing /runs/a/metrics.jsonl"
 
 
@@ -65,5 +69,6 @@ def test_a_rank_without_words_is_described_by_its_status(tmp_path: Path):
     assert [failure.rank for failure in failures] == [0, 1]
     assert failures[1] == lost(1, 1.0)
     assert (
-        str(root_cause(failures).exception()) == "rank 0 ended with exit status 3 before the first step was finished"
+        str(root_cause(failures).exception())
+        == "rank 0 ended with exit status 3 before the first step was finished"
     )

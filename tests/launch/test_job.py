@@ -71,5 +71,7 @@ def test_first_host_of_a_node_list(nodes: str, host: str):
 
 
 def test_slurm_ports_stay_below_the_ephemeral_range():
-    assert {10_000 <= slurm_port(job, step) < 30_000 for job in range(0, 10**6, 997) for step in (0, 3)} == {True}
+    assert {10_000 <= slurm_port(job, step) < 30_000 for job in range(0, 10**6, 997) for step in (0, 3)} == {
+        True
+    }
     assert slurm_port(77, 0) != slurm_port(77, 1)

@@ -6,7 +6,10 @@ from fourfold.layer.schedules import schedule
 
 def test_gpipe_runs_all_forwards_first() -> None:
     program = schedule("gpipe", stages=2, microbatches=2)
-    assert [" ".join(map(str, actions)) for actions in program.ranks] == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert [" ".join(map(str, actions)) for actions in program.ranks] == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1F1 1B0 1B1",
+    ]
 
 
 def test_1f1b_warms_up_then_alternates() -> None:

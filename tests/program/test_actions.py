@@ -21,7 +21,9 @@ def test_an_action_prints_and_parses(text: str, action: Action) -> None:
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "REDUCE", "2REDUCE1", "UPDATE3", "1UPDATE", "0LOSS"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "2F", "F0", "2X0", "REDUCE", "2REDUCE1", "UPDATE3", "1UPDATE", "0LOSS"]
+)
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is not an action"):
         Action.parse(text)

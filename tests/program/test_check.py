@@ -7,7 +7,7 @@ import pytest
 from fourfold.build import build
 from fourfold.errors import UserError
 from fourfold.layer.schedules import one_forward_one_backward, schedule
-from fourfold.program import Action, Kind, Program, check
+from fourfold.program import Action, Program, check
 
 
 def parse(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int) -> Program:

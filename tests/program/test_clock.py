@@ -33,7 +33,7 @@ def test_accumulation_holds_the_activations_of_one_microbatch() -> None:
 
 
 def test_reductions_run_behind_the_backward() -> None:
-    """Three segments, backward 2 each; a reduction of 2 hides behind the next backward, the last is exposed."""
+    """Three segments, backward 2 each; a reduction of 2 hides behind the next one, the last is exposed."""
     program = build(
         one_forward_one_backward(stages=1, microbatches=1),
         segments_of_stage=[3],

@@ -20,7 +20,9 @@ def test_the_summary_gives_bubble_and_memory() -> None:
 
 
 def test_the_listing_is_the_program() -> None:
-    program = build(one_forward_one_backward(stages=1, microbatches=1), segments_of_stage=[2], users=[(0,), (1,)])
+    program = build(
+        one_forward_one_backward(stages=1, microbatches=1), segments_of_stage=[2], users=[(0,), (1,)]
+    )
     assert listing(program) == "rank 0:\n  0F0 1F0 LOSS 1B0 1REDUCE 0B0 0REDUCE UPDATE"
 
 

@@ -14,7 +14,7 @@ from fourfold.traffic import Event
 
 
 def with_reductions(program: Program) -> Program:
-    """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, and UPDATE at the end."""
+    """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, then UPDATE."""
     ranks = []
     for rank, actions in enumerate(program.ranks):
         last: dict[Action, list[Action]] = {}

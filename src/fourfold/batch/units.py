@@ -102,7 +102,9 @@ def parameter_sites(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return sites
 
 
-def unit_users(model: nn.Module, segments: Iterable[tuple[nn.Module, ...]]) -> list[dict[str, tuple[int, ...]]]:
+def unit_users(
+    model: nn.Module, segments: Iterable[tuple[nn.Module, ...]]
+) -> list[dict[str, tuple[int, ...]]]:
     """For each segment, the parameters of its unit, each with the segments that use it.
 
     A parameter that several segments share belongs to the unit of the first one.

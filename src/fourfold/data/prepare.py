@@ -59,9 +59,9 @@ def prepare(
     field or Parquet column with the text.
 
     The files lie in `cache`, else `$FOURFOLD_CACHE`, else `~/.cache/fourfold`, under a key of the paths,
-    sizes and times of the source's files and of the arguments. Of several processes that need the same files one
-    prepares them and the others wait; call it outside of any collective. Raises UserError for what is wrong
-    with the source, the tokenizer, the fraction or the cache folder.
+    sizes and times of the source's files and of the arguments. Of several processes that need the same files
+    one prepares them and the others wait; call it outside of any collective. Raises UserError for what is
+    wrong with the source, the tokenizer, the fraction or the cache folder.
     """
     if not 0 < held_out <= 0.5:
         raise UserError(f"held_out={held_out} must be above 0 and at most 0.5, the fraction for evaluation")
@@ -69,10 +69,10 @@ def prepare(
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     root = Path(cache or os.environ.get("FOURFOLD_CACHE") or "~/.cache/fourfold").expanduser()
     folder = root / _key(found, loaded, held_out)
-    if (prepared := _finished(folder)) is not None:
-        return prepared
     report = progress or (lambda done_bytes, total_bytes: None)
     with _writable(root):
+        if (prepared := _finished(folder)) is not None:
+            return prepared
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / "lock", report) as publish:
             # Another process may have finished it between the look above and now.
@@ -86,7 +86,7 @@ def prepare(
 def _key(source: Source, tokenizer: Tokenizer, held_out: float) -> str:
     """Return the name of a corpus in the cache: a hash of all that its token files depend on."""
     files = [(str(file.path.absolute()), file.size_bytes, file.modified_nanoseconds) for file in source.files]
-    content = [VERSION, files, source.field, source.lenient, tokenizer.fingerprint, held_out]
+    content = [VERSION, files, source.field, tokenizer.fingerprint, held_out]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
@@ -186,7 +186,7 @@ def _writable(root: Path) -> Iterator[None]:
         advice = "set FOURFOLD_CACHE to another folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             advice = "free some space, or set FOURFOLD_CACHE to a folder with room"
-        raise UserError(f"cannot write token files in {root}: {error.strerror}: {advice}") from error
+        raise UserError(f"cannot keep token files in {root}: {error.strerror}: {advice}") from error
 
 
 # [Note: one process prepares]
@@ -222,7 +222,7 @@ def _wait_for_lock(descriptor: int, path: Path, progress: Progress) -> None:
         now = time.monotonic()
         who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}, which prepares the same corpus"
         if now - start > WAIT_SECONDS:
-            raise UserError(f"waited {WAIT_SECONDS:.0f} s for {who} ({path}): end it, or start again")
+            raise UserError(f"waited {WAIT_SECONDS:g} s for {who} ({path}): end it, or start again")
         if now - last_message > MESSAGE_SECONDS:
             logger.warning("waiting for %s", who)
             last_message = now

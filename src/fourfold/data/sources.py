@@ -34,22 +34,22 @@ class SourceFile:
     path: Path
     size_bytes: int
     modified_nanoseconds: int
-    found: bool
-    """Whether it was found in a folder, instead of named by the user."""
+    found: bool = False
+    """Whether it was found in a folder, instead of named by the user: then it may be binary."""
+    lenient: bool = False
+    """Whether it may be no UTF-8 text."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A corpus: files in a fixed order, each of which holds documents.
 
-    `name` is what the user asked for. `field` is the JSONL field or Parquet column with the text. With
-    `lenient`, files that are not UTF-8 are passed over.
+    `name` is what the user asked for. `field` is the JSONL field or Parquet column with the text.
     """
 
     name: str
     files: tuple[SourceFile, ...]
     field: str
-    lenient: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Source:
                     if text:
                         yield text, read_bytes + position_bytes
             except _NotTextError as error:
-                if not self.lenient:
+                if not file.lenient:
                     raise UserError(f"{file.path} is not UTF-8 text: {error}") from None
             read_bytes += file.size_bytes
 
@@ -82,17 +82,12 @@ class _NotTextError(Exception):
 def find_source(source: str | Path | Sequence[str | Path], *, field: str = "text") -> Source:
     """Return the files of a corpus without reading them.
 
-    `source` is `python-stdlib`, a file, a folder (read recursively), or several files and folders. Files
-    named `.jsonl`, `.ndjson` (also with `.gz`) and `.parquet` are records with the text in `field`; any other
-    file is one document of UTF-8 text. A folder that holds records stands for these alone, otherwise for its
-    text files. In folders, hidden and binary files and `SKIPPED_FOLDERS` are passed over. Raises UserError
-    with all paths that are missing, unreadable or empty.
+    `source` is `python-stdlib`, a file, a folder (read recursively), or several of these. Files named
+    `.jsonl`, `.ndjson` (also with `.gz`) and `.parquet` are records with the text in `field`; any other file
+    is one document of UTF-8 text. A folder that holds records stands for these alone, otherwise for its text
+    files. In folders, hidden and binary files and `SKIPPED_FOLDERS` are passed over, and in the standard
+    library files that are not UTF-8. Raises UserError with all paths that are missing, unreadable or empty.
     """
-    if source == PYTHON_STDLIB:
-        files = _standard_library_files()
-        if not files:
-            raise UserError("this Python has no standard library source on disk: give text files of your own")
-        return Source(PYTHON_STDLIB, files, field, lenient=True)
     paths = [source] if isinstance(source, str | Path) else list(source)
     if not paths:
         raise UserError("the corpus is an empty list: give python-stdlib, a file or a folder")
@@ -100,7 +95,9 @@ def find_source(source: str | Path | Sequence[str | Path], *, field: str = "text
     problems: list[str] = []
     for path in paths:
         try:
-            found.extend(_files_of(Path(path).expanduser()))
+            with _reading(Path(path)):
+                standard_library = path == PYTHON_STDLIB
+                found.extend(_standard_library() if standard_library else _files_of(Path(path).expanduser()))
         except UserError as error:
             problems.extend(error.messages)
     if problems:
@@ -108,10 +105,12 @@ def find_source(source: str | Path | Sequence[str | Path], *, field: str = "text
     return Source(", ".join(str(path) for path in paths), tuple(found), field)
 
 
-def _standard_library_files() -> tuple[SourceFile, ...]:
+def _standard_library() -> list[SourceFile]:
     """Return the .py files of the standard library in order, without installed packages."""
-    paths = _walk(Path(sysconfig.get_path("stdlib")))
-    return tuple(_source_file(path, found=True) for path in paths if path.suffix == ".py")
+    paths = [path for path in _walk(Path(sysconfig.get_path("stdlib"))) if path.suffix == ".py"]
+    if not paths:
+        raise UserError("this Python has no standard library source on disk: give text files of your own")
+    return [_source_file(path, lenient=True) for path in paths]
 
 
 def _files_of(path: Path) -> list[SourceFile]:
@@ -120,7 +119,7 @@ def _files_of(path: Path) -> list[SourceFile]:
         hint = nearest(path.name, [PYTHON_STDLIB, *_names_in(path.parent)])
         raise UserError(f"no such file or folder: {path}.{hint}")
     if not path.is_dir():
-        return [_source_file(path, found=False)]
+        return [_source_file(path)]
     paths = _walk(path)
     records = [inside for inside in paths if _reader(inside) is not _read_text]
     files = [_source_file(inside, found=True) for inside in records or paths]
@@ -150,10 +149,10 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _source_file(path: Path, *, found: bool) -> SourceFile:
+def _source_file(path: Path, *, found: bool = False, lenient: bool = False) -> SourceFile:
     """Return the file with its size and time of change."""
     status = path.stat()
-    return SourceFile(path, status.st_size, status.st_mtime_ns, found)
+    return SourceFile(path, status.st_size, status.st_mtime_ns, found, lenient)
 
 
 Reader = Callable[[SourceFile, str], Iterator[tuple[str, int]]]

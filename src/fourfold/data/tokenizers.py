@@ -81,11 +81,15 @@ class FileTokenizer:
         """Read the file (or the one in the folder `path`). Raises UserError where it cannot be used."""
         from tokenizers import Tokenizer as HuggingFaceTokenizer  # here: bytes need no such library
 
-        self.path = path / "tokenizer.json" if path.is_dir() else path
         try:
+            self.path = path / "tokenizer.json" if path.is_dir() else path
             content = self.path.read_bytes()
         except OSError as error:
-            raise UserError(f"cannot read the tokenizer {self.path}: {error.strerror}") from error
+            hint = nearest(path.name, ["bytes"])
+            raise UserError(
+                f"cannot read the tokenizer {error.filename}: {error.strerror}: "
+                f"give 'bytes' or the path of a tokenizer.json.{hint}"
+            ) from error
         try:
             self._tokenizer = HuggingFaceTokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
@@ -122,11 +126,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if not path.exists():
-        hint = nearest(str(name), ["bytes"])
-        raise UserError(f"no tokenizer at {path}: give 'bytes' or the path of a tokenizer.json.{hint}")
-    return FileTokenizer(path)
+    return FileTokenizer(Path(name).expanduser())
 
 
 def _end_of_text(path: Path, vocabulary: dict[str, int]) -> int:

@@ -5,8 +5,10 @@ import json
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -147,29 +149,45 @@ def _device(job: JobEnvironment, device_type: str) -> torch.device | None:
 def _store(job: JobEnvironment, seconds: float) -> dist.TCPStore:
     """Return the store at which the ranks meet. Rank 0 serves it unless the launcher does."""
     host, port = job.master_address, job.master_port
-    serves = job.rank == 0 and not job.store_is_served
-    if not serves:
-        _wait_for_port(host, port, seconds)
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            job.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=seconds if serves else ANSWER_SECONDS),
-            wait_for_workers=False,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        if serves:
+    if job.rank == 0 and not job.store_is_served:
+        try:
+            return _tcp_store(job, is_master=True, seconds=seconds)
+        except (dist.DistError, RuntimeError) as error:
             reason = "is in use" if "EADDRINUSE" in str(error) else "cannot be opened"
             raise UserError(
                 f"port {port} on {host} {reason}: rank 0 needs it to meet the other ranks; set MASTER_PORT to a "
                 "free port, the same on all ranks"
             ) from error
+    _wait_for_port(host, port, seconds)
+    # The constructor waits without limit for a server that accepts and then says nothing.
+    answer: Future[dist.TCPStore] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_tcp_store(job, is_master=False, seconds=seconds))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(timeout=ANSWER_SECONDS)
+    except (dist.DistError, RuntimeError, TimeoutError) as error:
         raise UserError(
             f"something else than rank 0 of this job answers at {host}:{port}: set MASTER_PORT to a free port, "
             "the same on all ranks"
         ) from error
+
+
+def _tcp_store(job: JobEnvironment, *, is_master: bool, seconds: float) -> dist.TCPStore:
+    """Return a store at the job's address, without waiting for the other ranks."""
+    return dist.TCPStore(
+        job.master_address,
+        job.master_port,
+        job.world_size,
+        is_master=is_master,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
 
 
 def _wait_for_port(host: str, port: int, seconds: float) -> None:

@@ -95,7 +95,9 @@ class Failure:
         if self.kind == "exit":
             return RunStopped(f"rank {self.rank} ended with {self.messages[0]}{when}")
         if self.kind == "lost":
-            return RunStopped(f"rank {self.rank} lost the connection to another rank{when}: {self.messages[0]}")
+            return RunStopped(
+                f"rank {self.rank} lost the connection to another rank{when}: {self.messages[0]}"
+            )
         return RunStopped(f"rank {self.rank} failed{when}:\n{self.messages[0]}")
 
 

@@ -70,7 +70,9 @@ def _torchrun_job(variables: Mapping[str, str]) -> JobEnvironment:
         )
     rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
     if not 0 <= rank < world_size:
-        raise UserError(f"RANK={rank} is not one of the WORLD_SIZE={world_size} ranks: use 0 to {world_size - 1}")
+        raise UserError(
+            f"RANK={rank} is not one of the WORLD_SIZE={world_size} ranks: use 0 to {world_size - 1}"
+        )
     local_rank = _number(variables, "LOCAL_RANK")
     local_world_size = (
         _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else world_size
@@ -99,7 +101,9 @@ def _slurm_job(variables: Mapping[str, str]) -> JobEnvironment:
     job = _number(variables, "SLURM_JOB_ID") if "SLURM_JOB_ID" in variables else 0
     step = int(variables["SLURM_STEP_ID"]) if variables.get("SLURM_STEP_ID", "").isdigit() else 0
     world_size = _number(variables, world_size_name)
-    per_node = re.match(r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "")))
+    per_node = re.match(
+        r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", ""))
+    )
     return JobEnvironment(
         rank=_number(variables, "SLURM_PROCID"),
         world_size=world_size,
@@ -107,7 +111,9 @@ def _slurm_job(variables: Mapping[str, str]) -> JobEnvironment:
         local_world_size=int(per_node.group()) if per_node else world_size,
         node=_number(variables, "SLURM_NODEID") if "SLURM_NODEID" in variables else 0,
         master_address=variables.get("MASTER_ADDR") or first_host(nodes),
-        master_port=_number(variables, "MASTER_PORT") if "MASTER_PORT" in variables else slurm_port(job, step),
+        master_port=_number(variables, "MASTER_PORT")
+        if "MASTER_PORT" in variables
+        else slurm_port(job, step),
     )
 
 

@@ -117,9 +117,6 @@ def run_rank(folder_name: str, *, launcher: int) -> None:
     folder = Path(folder_name)
     rank = Rank(job, folder / f"step-{job.rank}")
     try:
-        import torch
-
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         target, arguments = pickle.loads((folder / "job.pickle").read_bytes())
         result = target(rank, *arguments)
         if rank.is_first:
@@ -166,7 +163,10 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def _environment_of_ranks(world_size: int) -> Iterator[None]:
-    """Set what the ranks inherit: their share of the cores, the loopback interface, quiet C++ logs."""
+    """Set what the ranks inherit: their share of the cores, the loopback interface, quiet C++ logs.
+
+    torch takes its number of threads from OMP_NUM_THREADS; what the user set stays.
+    """
     values = {"OMP_NUM_THREADS": str(max(1, cores() // world_size)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fourfold.errors import RunStopped
 from fourfold.launch.job import JobEnvironment
@@ -11,7 +11,10 @@ from fourfold.launch.job import JobEnvironment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+Result = TypeVar("Result")
+
 DEFAULT_TIMEOUT_SECONDS = 600.0
+"""How long a collective may take: a slow rank is waited for, a lost one is noticed by its closed connection."""
 
 
 class Rank:
@@ -56,28 +59,34 @@ class Rank:
                 self.job, device_type=device_type, agree_on=agree_on, timeout_seconds=timeout_seconds
             )
 
-    def once_per_node(self, name: str, task: Callable[[], None]) -> None:
-        """Run the task on the first rank of every node, while the node's others wait however long it takes.
+    def on_first(self, name: str, task: Callable[[], Result]) -> Result | None:
+        """Run the task on rank 0 and return its result there, None on the others, which wait for its end.
 
-        The wait is on the store, so no collective's timeout runs meanwhile. Raises RunStopped on the
-        waiting ranks where the task failed.
+        The wait is on the store and as long as the task, so no collective's timeout runs meanwhile. Raises
+        RunStopped on the waiting ranks where the task failed.
         """
+        return self._once(name, task, here=self.is_first)
+
+    def once_per_node(self, name: str, task: Callable[[], Result]) -> Result | None:
+        """Run the task on the first rank of every node, as ``on_first`` does on rank 0."""
+        return self._once(f"{name} on node {self.job.node}", task, here=self.job.local_rank == 0)
+
+    def _once(self, name: str, task: Callable[[], Result], *, here: bool) -> Result | None:
         if self._store is None:
-            task()
-            return
-        key = f"{name}/{self.job.node}"
-        if self.job.local_rank == 0:
+            return task()
+        if here:
             try:
-                task()
+                result = task()
             except BaseException:
-                self._store.set(key, "failed")
+                self._store.set(name, "failed")
                 raise
-            self._store.set(key, "done")
-            return
+            self._store.set(name, "done")
+            return result
         from fourfold.launch.connect import wait_for
 
-        if wait_for(self._store, key) != b"done":
-            raise RunStopped(f"{name} failed on the first rank of node {self.job.node}")
+        if wait_for(self._store, name) != b"done":
+            raise RunStopped(f"{name} failed on another rank")
+        return None
 
 
 def read_step(progress: Path) -> int | None:

@@ -50,7 +50,9 @@ def schedule(name: str, *, stages: int, microbatches: int) -> Program:
     """Return the named schedule, or raise `UserError` with the names that exist."""
     problems = []
     if name not in SCHEDULES:
-        problems.append(f"there is no schedule '{name}': use {' or '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
+        problems.append(
+            f"there is no schedule '{name}': use {' or '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}"
+        )
     problems += [
         f"{what}={value}: must be at least 1"
         for what, value in (("stages", stages), ("microbatches", microbatches))

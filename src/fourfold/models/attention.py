@@ -23,8 +23,8 @@ def attention(
     (the usual case) this is one call of the fused kernel on views of q, k and v. Neighbouring rows that are
     cut alike share their calls.
     """
-    # [Note: strides] The fused CPU kernel takes any strides but reads the last dimension as contiguous without
-    # checking it, and reads past the end when K does not divide H.
+    # The fused CPU kernel takes any strides, but reads the last dimension as contiguous without checking it,
+    # and reads past the end when K does not divide H.
     assert q_BSHD.stride(-1) == k_BSKD.stride(-1) == v_BSKD.stride(-1) == 1, "head_dim must be contiguous"
     assert q_BSHD.shape[2] % k_BSKD.shape[2] == 0, "the key/value heads must divide the query heads"
     runs = [(lengths, len(list(rows))) for lengths, rows in groupby(documents)]

@@ -28,8 +28,9 @@ class Microbatch:
         assert self.labels_BS.shape == self.position_ids_BS.shape == (B, S), "labels, positions: shape (B, S)"
         assert len(self.documents) == B, f"{len(self.documents)} rows of documents for {B} rows of tokens"
         for row in self.documents:
+            assert sum(row) == S, f"documents {row} must sum to {S}"
             # The CPU attention kernel divides by the length: a document without tokens kills the process.
-            assert sum(row) == S and min(row) > 0, f"documents {row} must be positive and sum to {S}"
+            assert min(row, default=0) > 0, f"documents {row} must not be empty"
 
     def to(self, device: torch.device | str) -> "Microbatch":
         """Return the same rows with the tensors on `device`."""

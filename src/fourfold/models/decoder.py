@@ -41,9 +41,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the heads' outputs, projected back to (B, S, C)."""
         # The number of heads is read off the projections: a rank may hold only some of them.
-        q_BSHD = self.q_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
-        k_BSKD = self.k_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
-        v_BSKD = self.v_proj(x_BSC).unflatten(-1, (-1, self.head_dim))
+        split = (*x_BSC.shape[:-1], -1, self.head_dim)
+        q_BSHD = self.q_proj(x_BSC).view(split)
+        k_BSKD = self.k_proj(x_BSC).view(split)
+        v_BSKD = self.v_proj(x_BSC).view(split)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
         q_BSHD, k_BSKD = rotate(q_BSHD, cos, sin), rotate(k_BSKD, cos, sin)
@@ -135,18 +136,18 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Microbatch) -> Tensor:
         """Return the logits, (B, S, V)."""
+        return self.lm_head(self.model.norm(self.residual(batch)))
+
+    def residual(self, batch: Microbatch) -> Tensor:
+        """Return the residual stream after the last layer, (B, S, C)."""
         x_BSC = self._embed(None, batch)
         for layer in self.model.layers:
             x_BSC = self._layer(layer, x_BSC, batch)
-        return self.lm_head(self.model.norm(x_BSC))
+        return x_BSC
 
     def loss_sum(self, batch: Microbatch) -> Tensor:
         """Return the sum of the losses over the tokens that have a label, in float32 or higher."""
-        x: Tensor | None = None
-        for piece in self.pieces():
-            x = piece.forward(x, batch)
-        assert x is not None
-        return x
+        return self._head(self.residual(batch), batch)
 
     def pieces(self) -> list[Piece]:
         """Return the segments in order; one after the other, they compute `loss_sum`."""

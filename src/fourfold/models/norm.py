@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 class _RMSNormOnCPU(torch.autograd.Function):
     """The same function with an explicit backward.
 
-    torch has a fused kernel on GPUs only; on a CPU its own version takes a dozen kernels and four times as long.
+    torch has a fused kernel on GPUs only; on a CPU its own version takes four times as long as this one.
     With n = x / rms and t = grad * n: dweight = sum of t over the rows,
     dx = (grad * weight - n * mean(t * weight)) / rms.
     """
@@ -50,6 +50,6 @@ class _RMSNormOnCPU(torch.autograd.Function):
         t = n * grad
         weight_high = weight.to(scale.dtype)
         mean = (t @ weight_high).div_(-x.shape[-1]).unsqueeze(-1).mul_(scale)
-        dweight = t.flatten(0, -2).sum(0).to(weight.dtype)
+        dweight = t.view(-1, t.shape[-1]).sum(0).to(weight.dtype)
         dx = n.mul_(mean).addcmul_(torch.mul(grad, weight_high, out=t), scale)
         return dx.to(x.dtype), dweight, None

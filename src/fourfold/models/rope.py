@@ -6,7 +6,7 @@ needed, in float32 (float64 in a float64 model), so no cast and no empty allocat
 """
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,6 +81,15 @@ def inverse_frequencies(
     return _longrope(scaling, powers, lengths)
 
 
+T = TypeVar("T")
+
+
+def _given(value: T | None) -> T:
+    """Return a field that `RopeScaling` requires for the kind at hand."""
+    assert value is not None
+    return value
+
+
 def attention_factor(spec: ModelSpec) -> float:
     """Return what cos and sin are multiplied by: other than 1 for `yarn` and `longrope` only."""
     scaling = spec.rope_scaling
@@ -89,8 +98,8 @@ def attention_factor(spec: ModelSpec) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.rope_type == "longrope":
-        assert scaling.original_max_position_embeddings is not None
-        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+        original = _given(scaling.original_max_position_embeddings)
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.mscale and scaling.mscale_all_dim:
         return _yarn_scale(scaling.factor, scaling.mscale) / _yarn_scale(
             scaling.factor, scaling.mscale_all_dim
@@ -114,12 +123,8 @@ def _dynamic(spec: ModelSpec, scaling: RopeScaling, exponents: Tensor, lengths: 
 
 def _llama3(scaling: RopeScaling, plain: Tensor) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1)."""
-    original, low, high = (
-        scaling.original_max_position_embeddings,
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-    )
-    assert original is not None and low is not None and high is not None
+    original = _given(scaling.original_max_position_embeddings)
+    low, high = _given(scaling.low_freq_factor), _given(scaling.high_freq_factor)
     wavelengths = 2 * math.pi / plain
     blend = (original / wavelengths - low) / (high - low)
     blended = (1 - blend) * plain / scaling.factor + blend * plain
@@ -129,8 +134,7 @@ def _llama3(scaling: RopeScaling, plain: Tensor) -> Tensor:
 
 def _yarn(spec: ModelSpec, scaling: RopeScaling, powers: Tensor) -> Tensor:
     """Divide slow channels by the factor and keep fast ones, with a ramp between (Peng et al. 2023)."""
-    dim, original = spec.head_dim, scaling.original_max_position_embeddings
-    assert original is not None
+    dim, original = spec.head_dim, _given(scaling.original_max_position_embeddings)
 
     def channel(rotations: float) -> float:
         """Return the (fractional) pair that turns so often within the original length."""
@@ -148,16 +152,11 @@ def _yarn(spec: ModelSpec, scaling: RopeScaling, powers: Tensor) -> Tensor:
 
 
 def _longrope(scaling: RopeScaling, powers: Tensor, lengths: Tensor | None) -> Tensor:
-    """Divide each channel by a factor of its own, from one list for short and one for long texts (Ding 2024)."""
-    original, short, long = (
-        scaling.original_max_position_embeddings,
-        scaling.short_factor,
-        scaling.long_factor,
-    )
-    assert original is not None and short is not None and long is not None
-    factors = powers.new_tensor(short)
+    """Divide each channel by a number of its own, from the list for short or for long texts (LongRoPE)."""
+    factors = powers.new_tensor(_given(scaling.short_factor))
     if lengths is not None:
-        factors = torch.where(lengths[..., None] > original, powers.new_tensor(long), factors)
+        is_long = lengths[..., None] > _given(scaling.original_max_position_embeddings)
+        factors = torch.where(is_long, powers.new_tensor(_given(scaling.long_factor)), factors)
     return 1.0 / (factors * powers)
 
 

@@ -60,7 +60,9 @@ class Action:
             raise UserError(f"'{text}' is not an action: write it like {choices(_EXAMPLES.values())}")
         segment, kind, microbatch = match.groups()
         action = cls(
-            Kind(kind), None if segment is None else int(segment), None if microbatch is None else int(microbatch)
+            Kind(kind),
+            None if segment is None else int(segment),
+            None if microbatch is None else int(microbatch),
         )
         on_segment = action.kind in COMPUTE or action.kind is Kind.REDUCE
         on_microbatch = action.kind in COMPUTE
@@ -70,7 +72,8 @@ class Action:
 
 
 _EXAMPLES = {
-    kind: f"2{kind}0" if kind in COMPUTE else f"2{kind}" if kind is Kind.REDUCE else str(kind) for kind in Kind
+    kind: f"2{kind}0" if kind in COMPUTE else f"2{kind}" if kind is Kind.REDUCE else str(kind)
+    for kind in Kind
 }
 
 
@@ -105,11 +108,13 @@ class Program:
     def units_on(self, rank: int) -> tuple[int, ...]:
         """The units whose gradients ``rank`` contributes to."""
         return tuple(
-            unit for unit, users in enumerate(self.users) if any(self.rank_of_segment[s] == rank for s in users)
+            unit
+            for unit, users in enumerate(self.users)
+            if any(self.rank_of_segment[s] == rank for s in users)
         )
 
     def communication_of(self, rank: int) -> list[Action]:
-        """What a training step sums over the Batch axis on ``rank``: its units, and the loss on the last rank."""
+        """What a step sums over the Batch axis on ``rank``: its units, and the loss where it is known."""
         loss = [Action(Kind.LOSS)] if self.rank_of_segment[-1] == rank else []
         return loss + [Action(Kind.REDUCE, unit) for unit in self.units_on(rank)]
 
@@ -119,7 +124,9 @@ class Program:
         return frozenset(
             (action.segment, action.microbatch)
             for _, action in self.actions()
-            if action.kind is Kind.INPUT_GRADIENT and action.segment is not None and action.microbatch is not None
+            if action.kind is Kind.INPUT_GRADIENT
+            and action.segment is not None
+            and action.microbatch is not None
         )
 
     def needs(self, rank: int, action: Action) -> list[Action]:

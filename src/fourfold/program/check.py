@@ -32,7 +32,9 @@ def _placement(program: Program) -> list[str]:
         if action.segment is None:
             continue
         if action.segment >= program.num_segments:
-            problems.append(f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0")
+            problems.append(
+                f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0"
+            )
         elif action.kind is Kind.REDUCE and action.segment not in program.units_on(rank):
             problems.append(f"{action} on rank {rank}: no segment on this rank uses unit {action.segment}")
         elif action.kind in COMPUTE and program.rank_of_segment[action.segment] != rank:
@@ -53,7 +55,9 @@ def _completeness(program: Program) -> list[str]:
     for segment, microbatch in product(range(program.num_segments), range(program.microbatches)):
         found = {kind: counts[Action(kind, segment, microbatch)] for kind in COMPUTE}
         if found[Kind.FORWARD] != 1:
-            problems.append(f"{Action(Kind.FORWARD, segment, microbatch)} stands {found[Kind.FORWARD]} times: must be once")
+            problems.append(
+                f"{Action(Kind.FORWARD, segment, microbatch)} stands {found[Kind.FORWARD]} times: must be once"
+            )
         backward = tuple(found[kind] for kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
         if backward not in ((1, 0, 0), (0, 1, 1)):
             b, i, w = backward

@@ -1,7 +1,8 @@
 """Simulate a program: when each action runs, what stands idle, how much is in flight.
 
-Each rank has two lanes. Compute actions and the update run one after another in program order; a collective
-(`LOSS`, `REDUCE`) starts when it is reached, runs on the communication lane, and holds back only what needs it.
+Each rank has two lanes. Compute actions and the update run one after another in program order; a
+collective (`LOSS`, `REDUCE`) starts when it is reached, runs on the communication lane, and holds back only
+what needs it.
 """
 
 from collections.abc import Callable
@@ -106,7 +107,7 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
 
 
 def _key(rank: int, action: Action) -> tuple[int | None, Action]:
-    """Identify an action across ranks: compute is one for all, a reduction or an update is each rank's own."""
+    """Identify an action across ranks: compute is one for all, everything else is each rank's own."""
     return (None if action.kind in COMPUTE else rank), action
 
 
@@ -128,5 +129,3 @@ def peak_in_flight(program: Program) -> list[int]:
                 live.pop(key, None)
         peaks.append(peak)
     return peaks
-
-

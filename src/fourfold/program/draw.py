@@ -121,5 +121,3 @@ def _lane_name(key: tuple[int, bool], lanes: dict[tuple[int, bool], int]) -> str
     if not any(other for _, other in lanes):
         return f"rank {rank}"
     return f"rank {rank}, {'communication' if communication else 'compute'}"
-
-

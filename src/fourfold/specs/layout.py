@@ -134,17 +134,21 @@ class Layout:
         if batch % share == 0:
             return []
         below = batch // share * share
-        near = choices([value for value in (below, below + share, below + 2 * share) if value][:2])
-        factors = "*".join(
-            f"{name}={size}"
-            for name, size in (("dp", self.dp), ("fsdp", self.fsdp), ("microbatches", microbatches))
-            if size > 1
-        )
-        fitting = [value for value in divisors(batch) if batch % (value * microbatches) == 0]
-        name = "*".join(axis for axis in DATA_AXES if self.size(axis) > 1)
-        instead = f", or {name}={nearby(fitting, ranks)}" if fitting and name else ""
-        total = f"={share}" if "*" in factors else ""
-        return [f"{factors}{total} does not divide batch={batch} (Batch axis): use batch={near}{instead}"]
+        fixes = [f"batch={choices([value for value in (below, below + share, share * 2) if value][:2])}"]
+        cut = [axis for axis in DATA_AXES if self.size(axis) > 1]
+        fitting = [value for value in divisors(batch) if batch // value % microbatches == 0]
+        if cut and fitting:
+            fixes.append(f"{'*'.join(cut)}={nearby(fitting, ranks)}")
+        if microbatches > 1 and batch % ranks == 0:
+            fixes.append(f"microbatches={nearby(divisors(batch // ranks), microbatches)}")
+        sizes = {axis: self.size(axis) for axis in cut}
+        if microbatches > 1:
+            sizes["microbatches"] = microbatches
+        product = f"={'*'.join(str(size) for size in sizes.values())}" if len(sizes) > 1 else ""
+        return [
+            f"{'*'.join(sizes)}{product}={share} does not divide batch={batch} (Batch axis): "
+            f"use {', or '.join(fixes)}"
+        ]
 
     def _channel_problems(self, model: ModelSpec) -> list[str]:
         """Every rank gets whole heads and the same number of MLP channels.

@@ -61,7 +61,7 @@ class ModelSpec(Spec):
                     values["head_dim"] = hidden // heads
                 else:
                     problems.append(
-                        f"num_attention_heads={heads} does not divide hidden_size={hidden}, head_dim not given: "
+                        f"num_attention_heads={heads} does not divide hidden_size={hidden}: "
                         f"use num_attention_heads={nearby(divisors(hidden), heads)}, or give head_dim"
                     )
         return values, problems
@@ -96,7 +96,7 @@ class ModelSpec(Spec):
 
         if name not in PRESETS:
             raise UserError(
-                f"model preset '{name}' does not exist.{nearest(name, PRESETS)} Presets: {', '.join(PRESETS)}"
+                f"preset '{name}' does not exist.{nearest(name, PRESETS)} Presets: {', '.join(PRESETS)}"
             )
         return PRESETS[name]
 

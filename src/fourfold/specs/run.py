@@ -20,6 +20,18 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
+def _layout(value: object) -> Layout:
+    """Read the notation. A ``ValueError`` is one problem among others to pydantic."""
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"layout={value!r} must be a string in quotes, e.g. 'dp4'")
+    try:
+        return Layout.parse(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class ModelSection(Spec):
     """[model]: which model. A preset, a config.json, or the sizes themselves; sizes given here win.
 
@@ -36,28 +48,48 @@ class ModelSection(Spec):
         sizes = {name: values.pop(name) for name in ModelSpec.model_fields if name in values}
         return ({**values, "overrides": {**values.get("overrides", {}), **sizes}} if sizes else values), []
 
+    def inconsistencies(self) -> list[str]:
+        """Return what keeps the model from being made."""
+        try:
+            # Which vocabulary the tokenizer has is not known here; one id fits into any.
+            self._resolve(vocab_size=1)
+        except UserError as error:
+            return list(error.messages)
+        return []
+
     def spec(self, vocab_size: int | None = None) -> ModelSpec:
         """Return the model, for a tokenizer of this many ids where it is known.
 
         The tokenizer's size takes the place of a preset's. A vocabulary given here or in a config.json
         stands, and must hold the tokenizer's. Raises ``UserError`` with every problem at once.
         """
+        try:
+            return self._resolve(vocab_size)
+        except UserError as error:
+            raise UserError(*(f"model.{message}" for message in error.messages)) from None
+
+    def _resolve(self, vocab_size: int | None) -> ModelSpec:
+        """Make the model; messages start with the key that is wrong."""
         if self.preset and self.config:
-            raise UserError("model.preset and model.config are both given: leave one out")
+            raise UserError("preset and model.config are both given: leave one out")
+        if not (self.preset or self.config or self.overrides):
+            raise UserError("preset is missing: give e.g. preset = 'small-2m', or config, or the sizes")
         overrides = dict(self.overrides)
         if vocab_size is not None and not self.config:
             overrides.setdefault("vocab_size", vocab_size)
-        if not (self.preset or self.config or self.overrides):
-            raise UserError("model is empty: give preset, e.g. preset = 'small-2m', or config, or the sizes")
-        base = ModelSpec.preset(self.preset) if self.preset else None
-        base = ModelSpec.from_config(self.config) if self.config else base
-        try:
-            spec = base.replace(overrides) if base else ModelSpec.model_validate(overrides)
-        except UserError as error:
-            raise UserError(*(f"model.{message}" for message in error.messages)) from None
+        if self.preset:
+            spec = ModelSpec.preset(self.preset).replace(overrides)
+        elif self.config:
+            try:
+                base = ModelSpec.from_config(self.config)
+            except UserError as error:
+                raise UserError(*(f"config: {message}" for message in error.messages)) from None
+            spec = base.replace(overrides)
+        else:
+            spec = ModelSpec.model_validate(overrides)
         if vocab_size is not None and spec.vocab_size < vocab_size:
             raise UserError(
-                f"model.vocab_size={spec.vocab_size} is less than the tokenizer's: use {vocab_size} or more"
+                f"vocab_size={spec.vocab_size} is less than the tokenizer's: use {vocab_size} or more"
             )
         return spec
 
@@ -71,9 +103,12 @@ class DataSection(Spec):
         min_length=1,
         description="'python-stdlib', or a path or list of paths of text, JSONL or Parquet files or folders",
     )
+    field: str = Field(default="text", min_length=1, description="of JSONL and Parquet records: the text")
     tokenizer: str = Field(default="bytes", description="'bytes', or the path of a tokenizer.json")
     sequence_length: int = Field(default=256, ge=1, description="tokens in a sequence")
-    held_out: float = Field(default=0.02, ge=0, lt=1, description="share of documents kept for evaluation")
+    held_out: float = Field(
+        default=0.02, gt=0, le=0.5, description="share of documents kept for evaluation"
+    )
 
 
 class TrainingSection(Spec):
@@ -135,7 +170,7 @@ class RunSpec(Spec):
     against the model, the batch and the number of ranks.
     """
 
-    layout: Annotated[Layout, BeforeValidator(lambda value: _layout(value)), PlainSerializer(str)] = Field(
+    layout: Annotated[Layout, BeforeValidator(_layout), PlainSerializer(Layout.__str__)] = Field(
         default=Layout(), description="how many ways each axis is cut, e.g. 'dp4'"
     )
     seed: Count = Field(default=0, description="of the weights, the order of the data and the sample")
@@ -184,22 +219,12 @@ class RunSpec(Spec):
 
     def inconsistencies(self) -> list[str]:
         """Return the problems between sections."""
-        problems: list[str] = []
-        try:
-            # Which vocabulary the tokenizer has is not known here; one id fits into any.
-            self.model.spec(vocab_size=1)
-        except UserError as error:
-            problems += error.messages
+        problems = []
         steps = self.training.steps
         if self.optimizer.warmup_steps > steps:
             problems.append(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than training.steps={steps}: "
                 f"use {steps} or less"
-            )
-        if self.evaluation.every and not self.data.held_out:
-            problems.append(
-                f"evaluation.every={self.evaluation.every} has nothing to evaluate with data.held_out=0: "
-                "use data.held_out=0.02, or evaluation.every=0"
             )
         return problems
 
@@ -257,15 +282,3 @@ def _unknown_key(section: str, key: str) -> str:
     return (
         f"{where} does not exist.{hint} {f'[{section}]' if section else 'The file'} has: {', '.join(shown)}"
     )
-
-
-def _layout(value: object) -> Layout:
-    """Read the notation. A ``ValueError`` is one problem among others to pydantic."""
-    if isinstance(value, Layout):
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f"layout={value!r} must be a string in quotes, e.g. 'dp4'")
-    try:
-        return Layout.parse(value)
-    except UserError as error:
-        raise ValueError(str(error)) from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 
 
 def read_run_file(path: Path, overrides: Sequence[str] = (), layout: str | None = None) -> dict[str, Any]:
@@ -31,14 +31,12 @@ def read_run_file(path: Path, overrides: Sequence[str] = (), layout: str | None 
 
 def _load(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        inside = sorted(str(file) for file in path.glob("*.toml"))
-        raise UserError(f"{path} is a folder: give a run file, e.g. {inside[0] if inside else 'run.toml'}")
+        raise UserError(f"{path} is a folder: give a run file")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        beside = sorted(str(file) for file in path.parent.glob("*.toml"))
-        hint = f". There are: {', '.join(beside)}" if beside else ""
-        raise UserError(f"run file {path} does not exist{hint}") from None
+        hint = nearest(str(path), (str(file) for file in path.parent.glob("*.toml")))
+        raise UserError(f"run file {path} does not exist.{hint}") from None
     except OSError as error:
         raise UserError(f"run file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # bad TOML, with its line, or bad UTF-8

@@ -1,0 +1,92 @@
+"""The command line: one file a command. Nothing heavy is imported before a command runs."""
+
+import errno
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from fourfold.cli import doctor, prepare, sample, schedule, train, verify
+from fourfold.errors import RunStopped, UserError
+
+
+class Commands(TyperGroup):
+    """The group of all commands: it turns what a command raises into a message and an exit status.
+
+    2 for a mistake of the user, 1 for a run that could not go on, 130 for Ctrl-C. Anything else is our
+    mistake and shows its traceback.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            _say(*error.messages)
+            raise typer.Exit(2) from None
+        except RunStopped as error:
+            _say(str(error))
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            _say(f"cannot write {error.filename or 'a file'}: {error.strerror}")
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="fourfold",
+    help="Train one transformer on many GPUs, split along its four axes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (train.train, verify.verify, sample.sample, prepare.prepare, schedule.schedule, doctor.doctor):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    """Handle what stands before a command."""
+    if version:
+        import fourfold
+
+        typer.echo(fourfold.__version__)
+        raise typer.Exit()
+
+
+def _say(*messages: str) -> None:
+    """Print messages of an error on stderr, in a joined job with the rank that says so."""
+    from fourfold.launch import joined_job
+
+    try:
+        job = joined_job()
+    except UserError:
+        job = None
+    rank = f"rank {job.rank}: " if job is not None else ""
+    for message in messages:
+        typer.echo(f"{rank}error: {message}", err=True)
+
+
+def main() -> None:
+    """Run the command line and end the process.
+
+    A process that took part in a process group ends at once: gloo's threads now and then abort an orderly
+    interpreter exit.
+    """
+    try:
+        app(prog_name="fourfold")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        if "torch" not in sys.modules:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,59 @@
+"""``fourfold sample``: text from a trained model."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fourfold.data import Tokenizer
+    from fourfold.models import Decoder
+    from fourfold.specs import SampleSection
+
+
+def sample(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a finished run.")],
+    prompt: Annotated[str | None, typer.Option(help="How the text starts.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="How many tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens, 0 from all.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Generate text with the model of a finished run. What is not given is as in its run file."""
+    from fourfold.checkpoint import load_checkpoint
+    from fourfold.errors import UserError
+    from fourfold.run_folder import CHECKPOINT, RUN_FILE
+    from fourfold.specs import RunSpec, SampleSection
+
+    if not run_folder.is_dir():
+        raise UserError(f"run folder {run_folder} does not exist: give the folder of a finished run")
+    inner = run_folder / CHECKPOINT
+    # A folder from elsewhere may hold the model itself.
+    checkpoint = load_checkpoint(inner if inner.exists() or (run_folder / RUN_FILE).exists() else run_folder)
+    run_file = run_folder / RUN_FILE
+    settings = RunSpec.load(run_file).sample if run_file.exists() else SampleSection()
+    asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}
+    settings = SampleSection.model_validate(
+        {**settings.model_dump(), **{name: value for name, value in asked.items() if value is not None}}
+    )
+    typer.echo(sample_text(checkpoint.model, checkpoint.tokenizer, settings, seed=seed))
+
+
+def sample_text(model: "Decoder", tokenizer: "Tokenizer", settings: "SampleSection", *, seed: int) -> str:
+    """Return the prompt with what the model writes after it.
+
+    Without a prompt the text follows the end of another, as documents do in training.
+    """
+    from fourfold.sampling import generate
+
+    prompt_ids = [int(token) for token in tokenizer.encode(settings.prompt)] or [tokenizer.end_of_text]
+    generated = generate(
+        model,
+        prompt_ids,
+        tokens=settings.tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k or None,
+        seed=seed,
+        stop=tokenizer.end_of_text,
+    )
+    return tokenizer.decode([*prompt_ids, *generated])

@@ -1,0 +1,38 @@
+"""``fourfold train``: a training run, from its run file to its run folder."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    layout: Annotated[str | None, typer.Option(help="Another layout than the run file's, e.g. dp4.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="E.g. training.steps=100; may repeat."),
+    ] = None,
+) -> None:
+    """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""
+    from fourfold.cli.train_rank import datasets, new_folder, prepared_corpus, train_on_rank
+    from fourfold.data import load_tokenizer
+    from fourfold.doctor import device_type
+    from fourfold.launch import joined_job, launch
+    from fourfold.reporting import check_loggers
+    from fourfold.specs import RunSpec
+
+    # Everything that can be wrong is looked at here, before any rank starts.
+    run = RunSpec.load(run_file, overrides or (), layout)
+    job = joined_job()
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
+    model = run.model.spec(tokenizer.vocab_size)
+    model.to_config()  # the checkpoint needs it in the end
+    check_loggers(run)
+    folder = None
+    if job is None:
+        device_type(run.layout.world_size)
+        datasets(run, prepared_corpus(run, tokenizer))
+        folder = new_folder(run, tokenizer)
+    launch(run.layout.world_size, train_on_rank, (run, folder))

@@ -1,0 +1,85 @@
+"""Initial weights as a function of the seed, the parameter's name and the element's index.
+
+Any rank can make any part of any parameter alone, and all ranks agree, whatever the layout.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fourfold.models.norm import RMSNorm
+
+CHUNK = 2**18
+"""Elements made at once, so that the intermediate arrays stay in the cache."""
+
+
+def normal(seed: int, name: str, start: int, count: int) -> Tensor:
+    """Return elements `start` to `start + count` of the parameter's standard normal numbers, as float64.
+
+    Element i comes from the counter-based generator Philox-4x64 (Salmon et al. 2011): its key is a hash of
+    the seed and the name, its counter says i. Elements 2j and 2j + 1 are a pair of the Box-Muller transform.
+    """
+    key = np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), np.uint64)
+    skipped = start % 4  # one count of Philox gives four numbers, two pairs
+    needed = skipped + count + (skipped + count) % 2
+    numbers = np.random.Philox(key=key, counter=start // 4).random_raw(needed)
+    # The upper 53 bits: in (0, 1] for the logarithm, in [0, 1) for the angle.
+    uniforms = torch.from_numpy((numbers >> np.uint64(11)).astype(np.float64)).view(-1, 2)
+    radius = uniforms[:, 0].add(1).mul_(2.0**-53).log_().mul_(-2).sqrt_()
+    angle = uniforms[:, 1].mul(2 * math.pi * 2.0**-53)
+    pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), 1)
+    return pairs.view(-1)[skipped : skipped + count]
+
+
+def normal_box(seed: int, name: str, shape: Sequence[int], box: Sequence[slice]) -> Tensor:
+    """Return a box of the parameter's standard normal numbers, as float64.
+
+    `shape` is that of the whole parameter, `box` has one slice (step 1) for each of its dimensions. Whole
+    rows are made and cut, so a box of few columns costs as much as its rows.
+    """
+    rows = range(*box[0].indices(shape[0]))
+    width = math.prod(shape[1:])
+    return normal(seed, name, rows.start * width, len(rows) * width).view(len(rows), *shape[1:])[:, *box[1:]]
+
+
+def initialize_(targets: Mapping[str, Tensor], module: nn.Module, *, seed: int, std: float) -> None:
+    """Write initial weights: matrices Normal(0, std), norm weights 1, biases 0.
+
+    All matrices have the same spread, as in Hugging Face's models; none depends on the number of layers. The
+    float64 values are rounded to the target's dtype, so models of different precision start alike.
+
+    Args:
+        targets: the tensors to write, by parameter name: the parameters themselves or their master copies.
+            A parameter that has several names (a tied head) goes by its first.
+        module: says which kind of layer each parameter belongs to.
+        seed: of the run.
+        std: of the matrices.
+
+    Raises TypeError for a parameter of any other kind of module, or on the meta device, and KeyError for one
+    without a target.
+    """
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_parameters()}
+    for name, owner in owners.items():
+        target, short = targets[name].detach(), name.rpartition(".")[2]
+        if target.is_meta:
+            raise TypeError(f"{name} is on the meta device: give it storage first (to_empty)")
+        if isinstance(owner, RMSNorm) and short == "weight":
+            target.fill_(1.0)
+        elif isinstance(owner, nn.Linear) and short == "bias":
+            target.zero_()
+        elif isinstance(owner, nn.Linear | nn.Embedding) and short == "weight":
+            _normal_(target, seed, name, std)
+        else:
+            kind = type(owner).__name__
+            raise TypeError(f"{name} has no initial value: {kind} is no Linear, Embedding or RMSNorm")
+
+
+def _normal_(target: Tensor, seed: int, name: str, std: float) -> None:
+    flat = target.view(-1)
+    for start in range(0, len(flat), CHUNK):
+        part = flat[start : start + CHUNK]
+        part.copy_(normal(seed, name, start, len(part)).mul_(std))

@@ -1,0 +1,252 @@
+"""What rank 0 tells of a run while it goes: the live line, metrics.jsonl, and optional loggers."""
+
+import importlib.util
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from fourfold.doctor import Peak
+from fourfold.errors import RunStopped, UserError
+from fourfold.program import Span
+from fourfold.run_folder import METRICS, writing
+from fourfold.specs import RunSpec
+from fourfold.training import EvaluationReport, StepReport
+
+# Rates and the time left are taken over this many steps: long enough to be steady, short enough to follow.
+RECENT_STEPS = 20
+LIVE_SECONDS = 0.1
+PLAIN_SECONDS = 5.0
+
+
+class Logger(Protocol):
+    """Where metrics go besides the run folder."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Take the metrics of a step."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+def check_loggers(run: RunSpec) -> None:
+    """Raise UserError for each logger that the run asks for and that is not installed."""
+    wanted = {"tensorboard": run.logging.tensorboard, "wandb": bool(run.logging.wandb)}
+    problems = [
+        f"logging.{name} needs the package {name}, which is not installed: pip install 'fourfold[{name}]'"
+        for name, on in wanted.items()
+        if on and importlib.util.find_spec(name) is None
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+class Reporter:
+    """Shows and keeps the reports of a run. Rank 0 has one; it is a context manager.
+
+    On a terminal there is one line that changes; elsewhere a line every few seconds. ``model_flops`` are
+    those of a step, ``peak`` the rate of all ranks together.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: RunSpec,
+        *,
+        model_flops: int,
+        peak: Peak | None,
+        console: Console | None = None,
+    ):
+        self.steps: list[dict[str, Any]] = []
+        self.evaluations: list[EvaluationReport] = []
+        self.spans: tuple[int, list[Span]] | None = None
+        self.total_steps = run.training.steps
+        self.model_flops = model_flops
+        self.peak = peak
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._path = folder / METRICS
+        with writing(self._path):
+            # Without a buffer: each line is there at once, and closing has nothing left that could fail.
+            self._file = self._path.open("ab", buffering=0)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        self._live: Live | None = None
+        self._shown = -math.inf
+        self._loggers = _loggers(folder, run)
+
+    def __enter__(self) -> "Reporter":
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+            # A killed process could not show the cursor again.
+            self.console.show_cursor(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        for logger in self._loggers:
+            logger.close()
+        self._file.close()
+
+    def __call__(self, report: StepReport | EvaluationReport) -> None:
+        """Show and keep one report. Raises RunStopped where it cannot be written."""
+        if isinstance(report, StepReport):
+            self._step(report)
+        else:
+            self._evaluation(report)
+
+    def _step(self, report: StepReport) -> None:
+        if report.spans is not None:
+            self.spans = report.step, report.spans
+        self._recent.append((report.seconds, report.tokens))
+        values = {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "tokens": report.tokens,
+            "valid_tokens": report.valid_tokens,
+            "tokens_per_second": report.tokens / report.seconds,
+            "mfu": self.mfu(report.seconds),
+            "seconds": report.seconds,
+            "memory_bytes": report.memory_bytes,
+        }
+        self.steps.append(values)
+        self._write(values)
+        for logger in self._loggers:
+            logger.log({name: value for name, value in values.items() if value is not None}, report.step)
+        self._show(report)
+
+    def _evaluation(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+        values = {
+            "step": report.step,
+            "evaluation_loss": report.loss,
+            "evaluation_valid_tokens": report.valid_tokens,
+        }
+        self._write(values)
+        for logger in self._loggers:
+            logger.log({"evaluation_loss": report.loss}, report.step)
+        self.console.print(f"step {report.step}: held-out loss {report.loss:.4f}")
+
+    def mfu(self, seconds: float) -> float | None:
+        """Return the model FLOPs of a step over what the peak would do in its time; None without a peak."""
+        return None if self.peak is None else self.model_flops / seconds / self.peak.flops_per_second
+
+    def median_mfu(self) -> float | None:
+        """Return the MFU of the median step; None without a peak or a step."""
+        return self.mfu(median(values["seconds"] for values in self.steps)) if self.steps else None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        """Append one line. What is no number is written as a string, since JSON has no nan."""
+        plain = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        line = json.dumps(plain).encode() + b"\n"
+        with writing(self._path):
+            while line:
+                line = line[self._file.write(line) :]
+
+    def _show(self, report: StepReport) -> None:
+        """Bring the live line up to date, or print a line when the last one is some seconds old."""
+        now = time.monotonic()
+        at_an_end = report.step in (1, self.total_steps)
+        interval = LIVE_SECONDS if self._live is not None else PLAIN_SECONDS
+        if now - self._shown < interval and not at_an_end:
+            return
+        self._shown = now
+        line = self.line(report)
+        if self._live is not None:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self.console.print(line)
+
+    def line(self, report: StepReport) -> str:
+        """Return the state of the run: rates over the last steps, everything else of this one."""
+        seconds = sum(seconds for seconds, _ in self._recent)
+        tokens = sum(tokens for _, tokens in self._recent)
+        mfu = self.mfu(seconds / len(self._recent))
+        left = (self.total_steps - report.step) * seconds / len(self._recent)
+        return "  ".join(
+            [
+                f"step {report.step:>{len(str(self.total_steps))}}/{self.total_steps}",
+                f"loss {report.loss:.4f}",
+                f"{tokens / seconds:,.0f} tokens/s",
+                f"MFU {'-' if mfu is None else f'{mfu:.1%}'}",
+                f"memory {report.memory_bytes / 1e9:.2f} GB",
+                f"{clock_time(left)} left",
+            ]
+        )
+
+
+def clock_time(seconds: float) -> str:
+    """Return a duration as minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _TensorBoard:
+    """TensorBoard event files in the run folder."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """A run of a Weights & Biases project."""
+
+    def __init__(self, folder: Path, run: RunSpec):
+        import wandb
+
+        with _asked_for("logging.wandb"):
+            self._run = wandb.init(
+                project=run.logging.wandb,
+                name=folder.name,
+                dir=str(folder),
+                config=run.model_dump(mode="json"),
+            )
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@contextmanager
+def _asked_for(setting: str) -> Iterator[None]:
+    """Turn whatever a foreign service says at its start into a message that names the setting."""
+    try:
+        yield
+    except Exception as error:
+        raise RunStopped(f"{setting} could not be started: {error}") from error
+
+
+def _loggers(folder: Path, run: RunSpec) -> list[Logger]:
+    """Return the loggers that the run asks for, started."""
+    makers: list[tuple[bool, Callable[[], Logger]]] = [
+        (run.logging.tensorboard, lambda: _TensorBoard(folder)),
+        (bool(run.logging.wandb), lambda: _WeightsAndBiases(folder, run)),
+    ]
+    return [make() for wanted, make in makers if wanted]

@@ -1,0 +1,60 @@
+"""The run folder: a new one for every run, checked before the run starts."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fourfold.errors import RunStopped, UserError
+
+RUN_FILE = "run.toml"
+METRICS = "metrics.jsonl"
+CHECKPOINT = "checkpoint"
+
+
+def make_run_folder(wanted: Path, run_file: str) -> Path:
+    """Make the folder of a run, write its run file there, and return it.
+
+    A folder that another run wrote into is left alone: the new one is then called ``<wanted>-2``, and so on.
+    Raises UserError where nothing can be written there.
+    """
+    number = 1
+    folder = wanted
+    try:
+        while not _taken(folder):
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        (folder / RUN_FILE).write_text(run_file)
+    except OSError as error:
+        raise UserError(
+            f"cannot write into the run folder {folder}: {error.strerror}: use another one with "
+            "--set folder=PATH"
+        ) from error
+    return folder
+
+
+def _taken(folder: Path) -> bool:
+    """Take the folder for this run if it is new, or empty and nobody else takes it at the same time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        if any(folder.iterdir()):
+            return False
+    with contextlib.suppress(FileExistsError):
+        (folder / METRICS).open("x").close()
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about a file of the run into a message that names it.
+
+    Raises RunStopped: the run cannot go on when its results cannot be kept.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunStopped(f"cannot write {path}: {error.strerror or error}") from error

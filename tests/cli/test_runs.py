@@ -1,0 +1,174 @@
+"""Whole runs on real local ranks: what they leave, and how they end."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fourfold.cli import app
+from fourfold.specs import ModelSpec, RunSpec
+from tests.cli.test_commands import RUN
+
+SECONDS_TO_END = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "corpus.txt").write_text("def main(): return 1\n" * 400)
+    return folder
+
+
+def start(
+    folder: Path, *arguments: str, limit: Callable[[], None] | None = None, **variables: str
+) -> subprocess.Popen[str]:
+    environment = {**os.environ, "FOURFOLD_CACHE": str(folder / "cache"), **variables}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fourfold", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> tuple[Path, str]:
+    """A run that was left to its end, and what it printed."""
+    run = start(folder, "train", "run.toml", "--set", "sample.tokens=8", "--set", "sample.prompt=def ")
+    output, errors = run.communicate(timeout=120)
+    assert (run.returncode, errors) == (0, "tokenizing 0.0 MB\n")
+    return folder / "runs" / "run", output
+
+
+def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
+    folder, output = finished
+    names = {
+        "run.toml",
+        "metrics.jsonl",
+        "loss.png",
+        "throughput.png",
+        "program.png",
+        "program.txt",
+        "checkpoint",
+    }
+    assert {path.name for path in folder.iterdir()} == names
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert lines[0]["tokens"] == 4 * 16
+    assert 5 < lines[0]["loss"] < 6, "about ln 257 at the start"
+    assert lines[0]["mfu"] > 0
+    assert 3 < lines[3]["evaluation_loss"] < 6
+    assert "step 3/3  loss" in output
+    assert "MFU against the float32 matmul peak measured on this machine" in output
+    assert "\nsample, temperature 0.8:\n\ndef " in output
+
+
+def test_the_resolved_run_file_stands_alone(finished: tuple[Path, str]):
+    folder, _ = finished
+    assert "preset" not in tomllib.loads((folder / "run.toml").read_text())["model"]
+    run = RunSpec.load(folder / "run.toml")
+    assert run.sample.tokens == 8
+    assert run.model.spec() == ModelSpec.preset("tiny").replace({"vocab_size": 257})
+
+
+def test_the_sample_is_what_the_run_printed(finished: tuple[Path, str]):
+    folder, output = finished
+    result = CliRunner().invoke(app, ["sample", str(folder)], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert output.endswith(result.stdout)
+    other = CliRunner().invoke(app, ["sample", str(folder), "--prompt", "class", "--tokens", "4"])
+    assert other.stdout.startswith("class")
+
+
+def test_a_killed_rank_ends_the_run(folder: Path):
+    run = start(folder, "train", "run.toml", "--set", "training.steps=100000", "--set", "folder=killed")
+    metrics = folder / "killed" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = run.communicate(timeout=SECONDS_TO_END)
+    assert run.returncode == 1
+    message = errors.splitlines()[-1]
+    assert message.startswith("error: rank 1 was killed by SIGKILL (out of memory?) after step ")
+    assert int(message.split()[-1]) >= 3
+    assert len(errors.splitlines()) == 1
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_full_disk_ends_the_run(folder: Path):
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    asked = ("--layout", "dp1", "--set", "training.steps=100000", "--set", "folder=full")
+    run = start(folder, "train", "run.toml", *asked, limit=small_files)
+    _, errors = run.communicate(timeout=SECONDS_TO_END)
+    assert (run.returncode, errors) == (1, "error: cannot write full/metrics.jsonl: File too large\n")
+
+
+def test_a_port_in_use(folder: Path):
+    with socket.create_server(("localhost", 0)) as server:
+        port = str(server.getsockname()[1])
+        job = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
+        run = start(folder, "verify", "--model", "tiny", "--layout", "dp2", **job)
+        _, errors = run.communicate(timeout=SECONDS_TO_END)
+    assert run.returncode == 2
+    assert errors == (
+        f"rank 0: error: port {port} on localhost is in use: rank 0 needs it to meet the other ranks; "
+        "set MASTER_PORT to a free port, the same on all ranks\n"
+    )
+
+
+def test_torchrun_starts_the_ranks(folder: Path):
+    command = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--module",
+        "fourfold",
+        "train",
+        "run.toml",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", *command, "--set", "folder=joined"],
+        cwd=folder,
+        env={**os.environ, "FOURFOLD_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert run.stdout.count("step 3/3") == 1, "rank 0 alone reports"
+    assert (folder / "joined" / "checkpoint" / "model.safetensors").exists()
+    assert sorted(path.name for path in folder.glob("joined*")) == ["joined"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,167 @@
+"""Layout: the notation, and the one function that holds the rules of what divides what."""
+
+import itertools
+import pickle
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.specs import AXES, BATCH_AXES, DATA_AXES, PRESETS, Layout, ModelSpec
+
+TINY = PRESETS["tiny"]  # 2 layers, 4 heads, 2 key/value heads, intermediate 88
+
+
+def problems(text: str, *, model=TINY, batch=8, microbatches=1, sequence_length=64, world_size=None):
+    return Layout.parse(text).problems(
+        model, batch=batch, microbatches=microbatches, sequence_length=sequence_length, world_size=world_size
+    )
+
+
+def parse_messages(text: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        Layout.parse(text)
+    return [message.removeprefix(f"layout '{text}': ") for message in caught.value.messages]
+
+
+def test_notation_in_any_order_prints_in_one():
+    layout = Layout.parse("tp2, fsdp4:zero2 ,cp2,pp2:1f1b")
+    assert (layout.pp, layout.dp, layout.fsdp, layout.cp, layout.tp) == (2, 1, 4, 2, 2)
+    assert layout.options == {"pp": "1f1b", "fsdp": "zero2"}
+    assert str(layout) == "pp2:1f1b,fsdp4:zero2,cp2,tp2"
+    assert layout.world_size == 32
+
+
+def test_all_ones_prints_as_dp1():
+    assert str(Layout()) == str(Layout.parse("tp1,pp1")) == "dp1"
+    assert Layout.parse("dp1") == Layout()
+
+
+degrees = st.sampled_from([1, 1, 2, 3, 8])
+words = st.none() | st.from_regex(r"[a-z0-9-]+", fullmatch=True)
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(AXES, degrees)), st.fixed_dictionaries(dict.fromkeys(AXES, words)))
+def test_round_trip(sizes, options):
+    layout = Layout(**sizes, options={axis: option for axis, option in options.items() if option})
+    assert Layout.parse(str(layout)) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+def test_all_mistakes_of_the_notation_at_once():
+    assert parse_messages("dp2,tp0,ppp4,dp4,cpx,fsdp:zero2,pp4:,4,cp-1") == [
+        "tp=0 is too small: use 1 or more",
+        "axis 'ppp' does not exist. Did you mean 'pp'? Axes: pp, dp, fsdp, cp, tp",
+        "axis 'dp' is given twice: write it once",
+        "axis 'cpx' does not exist. Did you mean 'cp'? Axes: pp, dp, fsdp, cp, tp",
+        "'fsdp' has no whole number after the axis: write e.g. fsdp2",
+        "'pp4:' has no option after the colon: write pp4",
+        "'4' is no axis and degree: write e.g. dp2 or pp2,dp4",
+        "'cp-1' has no whole number after the axis: write e.g. cp2",
+    ]
+    assert parse_messages("") == ["'' is no axis and degree: write e.g. dp2 or pp2,dp4"]
+    assert parse_messages("dp2.5") == ["'dp2.5' has no whole number after the axis: write e.g. dp2"]
+    with pytest.raises(UserError, match="cp=-1 is too small: use 1 or more"):
+        Layout(cp=-1)
+
+
+def test_joint_axes():
+    layout = Layout.parse("pp2,dp3,cp4")
+    assert layout.size(*BATCH_AXES) == 12
+    assert layout.axis_name(*BATCH_AXES) == "dp,cp"
+    assert layout.axis_name("tp") == "tp"
+    assert Layout().axis_name(*DATA_AXES) == "dp"
+
+
+def test_every_rule_with_values_that_work():
+    assert problems("pp3,cp5,tp3", world_size=45) == [
+        "pp=3 is more than num_hidden_layers=2 (Layer axis): use pp=2 or less",
+        "cp=5 does not divide sequence_length=64 (Sequence axis): use cp=1, 2, 4, 8, 16 or 32",
+        "tp=3 does not divide num_attention_heads=4 (Channel axis): use tp=1, 2 or 4",
+        "tp=3 neither divides num_key_value_heads=2 nor is a multiple of it (Channel axis): use tp=1, 2 or 4",
+        "tp=3 does not divide intermediate_size=88 (Channel axis): use tp=1, 2 or 4",
+    ]
+    eight_heads = ModelSpec(
+        vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=8
+    )
+    assert problems("tp3", model=eight_heads)[0] == (
+        "tp=3 does not divide num_attention_heads=8 (Channel axis): use tp=1, 2, 4 or 8"
+    )
+    assert problems("tp4") == []  # more ranks than key/value heads: copies
+    assert problems("pp2") == []
+
+
+def test_the_batch_never_changes_silently():
+    assert problems("dp4", batch=6) == [
+        "dp=4 does not divide batch=6 (Batch axis): use batch=4 or 8, or dp=1, 2, 3 or 6"
+    ]
+    assert problems("dp2", batch=8, microbatches=3) == [
+        "dp*microbatches=2*3=6 does not divide batch=8 (Batch axis): "
+        "use batch=6 or 12, or microbatches=1, 2 or 4"
+    ]
+    assert problems("dp2,fsdp4", batch=4) == [
+        "dp*fsdp=2*4=8 does not divide batch=4 (Batch axis): use batch=8 or 16, or dp*fsdp=1, 2 or 4"
+    ]
+    for text in ("tp2", "pp2", "cp2"):  # these axes do not cut the batch
+        assert problems(text, batch=1) == []
+
+
+def test_world_size():
+    assert problems("dp4,fsdp2", world_size=6) == [
+        "layout dp4,fsdp2 needs 8 ranks, and there are 6: use dp3,fsdp2, or start 8 ranks"
+    ]
+    assert problems("tp2", world_size=1) == ["layout tp2 needs 2 ranks, and there are 1: start 2 ranks"]
+    assert problems("dp4", world_size=4) == []
+
+
+def test_what_cannot_be_run_yet():
+    assert Layout.parse("dp8").runnable_problems() == []
+    assert Layout.parse("pp2:1f1b,dp2,tp2").runnable_problems() == [
+        "pp=2 (Layer axis) cannot be run yet: use dp8",
+        "tp=2 (Channel axis) cannot be run yet: use dp8",
+        "option '1f1b' of pp cannot be run yet: leave it out, use dp8",
+    ]
+    with pytest.raises(UserError) as caught:
+        Layout.parse("dp3,tp2").validate(TINY, batch=8, microbatches=1, sequence_length=64, world_size=6)
+    assert caught.value.messages == (
+        "dp=3 does not divide batch=8 (Batch axis): use batch=6 or 9, or dp=1, 2, 4 or 8",
+        "tp=2 (Channel axis) cannot be run yet: use dp6",
+    )
+
+
+def test_layouts_that_pass_can_be_built_and_advice_works():
+    """Over a grid of odd sizes: no problem exactly when all rules hold, and each suggestion passes."""
+    grid = itertools.product((3, 4, 7), (6, 8), (1, 2, 3, 8), (11, 64), (1, 2, 3, 4, 6, 8))
+    passed = 0
+    for layers, heads, kv_heads, length, degree in grid:
+        if heads % kv_heads:
+            continue
+        model = ModelSpec(
+            vocab_size=13,
+            hidden_size=24,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=4,
+        )
+        holds = {
+            "pp": degree <= layers,
+            "dp": 24 % degree == 0,
+            "fsdp": 24 % degree == 0,
+            "cp": length % degree == 0,
+            "tp": heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0),
+        }
+        for axis, fine in holds.items():
+            found = problems(f"{axis}{degree}", model=model, batch=24, sequence_length=length)
+            assert (found == []) == fine, (axis, degree, found)
+            passed += fine
+            for message in found:
+                advice = re.search(rf"use {axis}=([\d, or]+)", message)
+                assert advice, message
+                for value in re.findall(r"\d+", advice[1]):
+                    assert problems(f"{axis}{value}", model=model, batch=24, sequence_length=length) == []
+    assert passed > 200

@@ -1,0 +1,172 @@
+"""The floors, held: imports go down only, floor 0 needs no torch, one place communicates."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "fourfold"
+
+FLOORS: dict[str, int] = {
+    "errors": 0,
+    "specs": 0,
+    "flops": 0,
+    "traffic": 0,
+    "learning_rate": 0,
+    "program": 0,
+    "layer.schedules": 0,
+    "batch.reduction": 0,
+    "build": 0,
+    "mesh": 1,
+    "collectives": 1,
+    "models": 1,
+    "initialize": 2,
+    "weight_gradients": 2,
+    "batch.units": 2,
+    "segment": 3,
+    "execute": 3,
+    "optimizer": 4,
+    "parallelize": 4,
+    "data": 5,
+    "training": 5,
+    "verify": 5,
+    "sampling": 5,
+    "checkpoint": 5,
+    "reporting": 5,
+    "pictures": 5,
+    "doctor": 5,
+    "launch": 6,
+    "cli": 6,
+    "__main__": 6,
+}
+"""Of a file, or of a folder where all its files share one."""
+
+AXIS_FOLDERS = {"layer", "batch", "sequence", "channel"}
+
+COMMUNICATION = {
+    "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather",
+    "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast", "reduce", "send",
+    "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "scatter", "gather", "all_gather_object",
+    "broadcast_object_list", "monitored_barrier",
+}  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"
+}
+AXIS_INITS = AXIS_FOLDERS & set(MODULES)
+
+
+def floor_of(module: str) -> int:
+    name = module
+    while name not in FLOORS:
+        assert "." in name, f"{module} has no floor: add it to FLOORS"
+        name = name.rpartition(".")[0]
+    return FLOORS[name]
+
+
+def imports_of(path: Path, *, inside_functions: bool = True) -> set[str]:
+    """The fourfold modules that a file imports, anywhere in it or at its top only."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if inside_functions else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fourfold":
+            base = node.module.removeprefix("fourfold").removeprefix(".")
+            for alias in node.names:
+                longer = f"{base}.{alias.name}" if base else alias.name
+                found.add(longer if longer in MODULES else base)
+            assert node.level == 0, f"{path}: relative import"
+        elif isinstance(node, ast.Import):
+            found |= {
+                alias.name.removeprefix("fourfold.")
+                for alias in node.names
+                if alias.name.startswith("fourfold.")
+            }
+    return {name for name in found if name}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - AXIS_INITS))
+def test_imports_go_down_only(module: str) -> None:
+    above = {name for name in imports_of(MODULES[module]) if floor_of(name) > floor_of(module)}
+    assert not above, f"{module} (floor {floor_of(module)}) imports upwards: {above}"
+
+
+def test_axis_folders_have_empty_inits() -> None:
+    for name in AXIS_INITS:
+        assert not imports_of(MODULES[name])
+
+
+def test_the_axes_never_import_each_other() -> None:
+    for module, path in MODULES.items():
+        own = module.split(".")[0]
+        if own in AXIS_FOLDERS:
+            others = {name.split(".")[0] for name in imports_of(path)} & (AXIS_FOLDERS - {own})
+            assert not others, f"{module} imports another axis: {others}"
+
+
+def test_no_import_cycles_between_files_or_folders() -> None:
+    # Between files at the top of a file; between folders anywhere. A method may load its own folder's file late.
+    files = {module: imports_of(path, inside_functions=False) for module, path in MODULES.items()}
+    folders: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        top = module.split(".")[0]
+        folders.setdefault(top, set()).update({name.split(".")[0] for name in imports_of(path)} - {top})
+    for graph in (files, folders):
+        assert not cycle_in(graph), f"import cycle: {' -> '.join(cycle_in(graph))}"
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    state: dict[str, int] = {}
+    trail: list[str] = []
+
+    def visit(node: str) -> list[str]:
+        state[node] = 1
+        trail.append(node)
+        for following in sorted(graph.get(node, ())):
+            if state.get(following) == 1:
+                return [*trail[trail.index(following) :], following]
+            if following not in state and (found := visit(following)):
+                return found
+        state[node] = 2
+        trail.pop()
+        return []
+
+    for node in graph:
+        if node not in state and (found := visit(node)):
+            return found
+    return []
+
+
+def test_floor_0_imports_no_torch() -> None:
+    modules = [
+        f"fourfold.{module}" for module in MODULES if module not in AXIS_INITS and floor_of(module) == 0
+    ]
+    code = f"import sys, {', '.join(modules)}\nassert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_collectives_communicate() -> None:
+    for module, path in MODULES.items():
+        if module.split(".")[0] == "collectives":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in COMMUNICATION
+                and isinstance(node.value, ast.Name)
+            ):
+                assert node.value.id not in ("dist", "distributed"), (
+                    f"{module} communicates: {ast.unparse(node)}"
+                )
+
+
+def test_no_file_is_a_drawer() -> None:
+    for name in ("utils", "helpers", "common", "manager", "base", "misc"):
+        assert not [module for module in MODULES if name in module.split(".")]

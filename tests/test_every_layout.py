@@ -1,0 +1,59 @@
+"""Every layout gives the numbers of one process: `verify` on real ranks, in float64 to 1e-10."""
+
+from typing import Any
+
+import pytest
+
+from fourfold.data import SyntheticDataset
+from fourfold.mesh import Mesh
+from fourfold.specs import Layout, ModelSpec
+from fourfold.verify import Verification, verify
+from tests.ranks import RankPool
+
+
+def on_a_rank(layout: str, model: str, options: dict[str, Any]) -> Verification:
+    spec = ModelSpec.preset(model)
+    data = SyntheticDataset(spec.vocab_size, sequence_length=24, seed=3)
+    return verify(spec, Mesh(Layout.parse(layout)), data, **options)
+
+
+def compare(ranks: RankPool, layout: str, model: str, **options: Any) -> Verification:
+    results = ranks(Layout.parse(layout).world_size, on_a_rank, layout, model, options)
+    assert all(result == results[0] for result in results), "ranks disagree about the outcome"
+    return results[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3", "dp4"])
+def test_float64_equals_one_process(ranks: RankPool, layout: str, microbatches: int) -> None:
+    outcome = compare(ranks, layout, "tiny", batch=24, microbatches=microbatches, dtype="float64")
+    assert outcome.passes, outcome.to_json()
+    assert max(outcome.loss.error, outcome.norm.error, outcome.weights[0].error) < 1e-12
+    assert len(outcome.gradients) == len(ModelSpec.preset("tiny").parameter_shapes())
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen2", "tiny-qwen3"])
+def test_biases_norms_and_a_tied_head(ranks: RankPool, model: str) -> None:
+    outcome = compare(ranks, "dp4", model, batch=12, dtype="float64")
+    assert outcome.passes, outcome.to_json()
+
+
+def test_ranks_with_uneven_and_with_no_valid_tokens(ranks: RankPool) -> None:
+    """One row a rank: nearly all labels count, none, and some. Nobody is skipped and nobody averages."""
+    outcome = compare(ranks, "dp3", "tiny", batch=3, dtype="float64")
+    assert outcome.valid_tokens[1] == 0
+    assert len(set(outcome.valid_tokens)) == 3
+    assert outcome.passes, outcome.to_json()
+
+
+def test_accumulation_does_not_change_the_numbers(ranks: RankPool) -> None:
+    """The same 24 rows as 1, 3 and 12 microbatches a rank."""
+    for microbatches in (1, 3, 12):
+        outcome = compare(ranks, "dp2", "tiny", batch=24, microbatches=microbatches, dtype="float64")
+        assert outcome.passes, outcome.to_json()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lower_precision_within_its_tolerance(ranks: RankPool, dtype: str) -> None:
+    outcome = compare(ranks, "dp4", "tiny", batch=12, microbatches=3, dtype=dtype)
+    assert outcome.passes, outcome.to_json()

@@ -1,0 +1,39 @@
+"""The run folder: one for each run, and writable before the run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.errors import RunStopped, UserError
+from fourfold.run_folder import make_run_folder, writing
+
+
+def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
+    wanted = tmp_path / "runs" / "quickstart"
+    folders = [make_run_folder(wanted, f"seed = {number}\n") for number in range(3)]
+    assert [folder.name for folder in folders] == ["quickstart", "quickstart-2", "quickstart-3"]
+    assert [(folder / "run.toml").read_text() for folder in folders] == [
+        "seed = 0\n",
+        "seed = 1\n",
+        "seed = 2\n",
+    ]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path):
+    assert make_run_folder(tmp_path, "") == tmp_path
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    for wanted in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/run")):
+        with pytest.raises(
+            UserError, match=f"cannot write into the run folder {wanted}: .* --set folder=PATH"
+        ):
+            make_run_folder(wanted, "")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_full_disk_is_named():
+    with pytest.raises(RunStopped, match="cannot write /runs/a/loss.png: No space left on device"):
+        with writing(Path("/runs/a/loss.png")), open("/dev/full", "w") as file:
+            file.write("x")

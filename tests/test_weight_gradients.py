@@ -1,0 +1,128 @@
+"""Weight gradients in place are autograd's own, bit for bit, at once or deferred."""
+
+import pytest
+import torch
+from torch import nn
+
+from fourfold.weight_gradients import WeightGradients
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also a linear layer's, two more linears, and a norm."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(13, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.down(torch.tanh(self.up(self.embed(ids))))))
+
+
+def inputs(k: int) -> torch.Tensor:
+    return torch.randint(13, (3, 5), generator=torch.Generator().manual_seed(k))
+
+
+def output_gradient(k: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(3, 5, 13, generator=torch.Generator().manual_seed(100 + k)).to(dtype)
+
+
+def expected(dtype: torch.dtype, steps: list[int]) -> dict[str, torch.Tensor]:
+    model = Tied(dtype)
+    for k in steps:
+        model(inputs(k)).backward(output_gradient(k, dtype))
+    return {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def with_buffers(model: nn.Module, dtype: torch.dtype, fill: float) -> WeightGradients:
+    for parameter in model.parameters():
+        parameter.grad_dtype = dtype
+        parameter.grad = torch.full_like(parameter, fill, dtype=dtype)
+    sink = WeightGradients()
+    sink.attach_(model)
+    return sink
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_are_autograds_own_bit_for_bit(deferred: bool) -> None:
+    model = Tied(torch.float64)
+    sink = with_buffers(model, torch.float64, fill=float("nan"))  # nothing of an earlier step may survive
+    sink.begin_step_()
+    for k in (0, 1, 2):
+        if deferred:
+            with sink.deferred() as queue:
+                model(inputs(k)).backward(output_gradient(k, torch.float64))
+            assert len(queue) == 3
+            for add in queue:
+                add()
+        else:
+            model(inputs(k)).backward(output_gradient(k, torch.float64))
+    sink.finish_(list(model.parameters()))
+    for name, gradient in expected(torch.float64, [0, 1, 2]).items():
+        torch.testing.assert_close(
+            dict(model.named_parameters())[name].grad, gradient, rtol=1e-14, atol=1e-14
+        )
+
+
+def test_deferring_and_not_deferring_agree_bit_for_bit() -> None:
+    results = []
+    for deferred in (False, True):
+        model = Tied(torch.float32)
+        sink = with_buffers(model, torch.float32, fill=0.0)
+        sink.begin_step_()
+        for k in (0, 1):
+            if deferred:
+                with sink.deferred() as queue:
+                    model(inputs(k)).backward(output_gradient(k, torch.float32))
+                for add in queue:
+                    add()
+            else:
+                model(inputs(k)).backward(output_gradient(k, torch.float32))
+        results.append({name: p.grad for name, p in model.named_parameters() if name != "embed.weight"})
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name]), name  # type: ignore[arg-type]
+
+
+def test_an_unused_layer_has_gradient_zero_and_storage_stays() -> None:
+    model = Tied(torch.float32)
+    sink = with_buffers(model, torch.float32, fill=7.0)
+    pointers = [p.grad.data_ptr() for p in model.parameters()]  # type: ignore[union-attr]
+    sink.begin_step_()
+    model.up(torch.ones(2, 6)).sum().backward()
+    sink.finish_(list(model.parameters()))
+    assert torch.equal(model.down.weight.grad, torch.zeros(6, 10))  # type: ignore[arg-type]
+    assert torch.equal(model.embed.weight.grad, torch.zeros(13, 6))  # type: ignore[arg-type]
+    assert torch.equal(model.up.weight.grad, torch.full((10, 6), 2.0))  # type: ignore[arg-type]
+    assert torch.equal(model.up.bias.grad, torch.full((10,), 2.0))  # type: ignore[arg-type]
+    assert pointers == [p.grad.data_ptr() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_bfloat16_contributions_add_up_in_float32() -> None:
+    """512 contributions of 1: a bfloat16 sum would stop at 256."""
+    layer = nn.Linear(1, 1, dtype=torch.bfloat16)
+    sink = with_buffers(layer, torch.float32, fill=0.0)
+    sink.begin_step_()
+    for _ in range(512):
+        layer(torch.ones(1, 1, dtype=torch.bfloat16)).backward(torch.ones(1, 1, dtype=torch.bfloat16))
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    assert layer.weight.grad.item() == 512.0
+    assert layer.bias.grad.item() == 512.0
+
+
+def test_two_models_do_not_mix() -> None:
+    first, second = Tied(torch.float32), Tied(torch.float32)
+    sinks = [with_buffers(model, torch.float32, fill=0.0) for model in (first, second)]
+    for sink in sinks:
+        sink.begin_step_()
+    with sinks[0].deferred() as queue:
+        second(inputs(0)).backward(output_gradient(0, torch.float32))
+        assert queue == []
+    assert second.up.weight.grad is not None
+    assert second.up.weight.grad.abs().sum() > 0
