@@ -109,4 +109,4 @@ def _adamw(module: nn.Module) -> torch.optim.AdamW:
     decayed = [p for p in module.parameters() if p.ndim >= 2]
     plain = [p for p in module.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": SPEC.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=SPEC.learning_rate, betas=tuple(SPEC.betas), eps=SPEC.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=SPEC.learning_rate, betas=SPEC.betas, eps=SPEC.eps, fused=True)

@@ -117,12 +117,9 @@ def interleaved(
 def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
+        store = dist.TCPStore("127.0.0.1", port)
         dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=120),
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
         )
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     contestant = build(rank, ranks)

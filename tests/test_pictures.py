@@ -35,7 +35,7 @@ def test_smoothing_keeps_a_line_a_line():
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path):
-    with pytest.raises(RunStopped, match="cannot write .*nowhere/loss.png: No such file or directory"):
+    with pytest.raises(RunStopped, match=r"cannot write .*nowhere/loss.png: No such file or directory"):
         draw_loss(tmp_path / "nowhere" / "loss.png", [1.0])
 
 

@@ -125,7 +125,7 @@ def test_a_terminal_has_one_live_line_and_keeps_its_cursor(tmp_path: Path):
 
 
 def test_the_spans_of_the_traced_step_are_kept(tmp_path: Path):
-    spans = [Span(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0)]
+    spans = (Span(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0),)
     with reporter(tmp_path) as report:
         report(step(1))
         report(step(2, spans=spans))
@@ -135,9 +135,9 @@ def test_the_spans_of_the_traced_step_are_kept(tmp_path: Path):
 
 def test_a_full_disk_stops_the_run(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunStopped, match=r"cannot write .*metrics.jsonl: No space left on device"):
-        with reporter(tmp_path) as report:
-            report(step(1))
+    message = r"cannot write .*metrics\.jsonl: No space left on device"
+    with pytest.raises(RunStopped, match=message), reporter(tmp_path) as report:
+        report(step(1))
 
 
 def test_a_logger_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):

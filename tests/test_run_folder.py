@@ -34,6 +34,6 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path: Path):
 
 
 def test_a_full_disk_is_named():
-    with pytest.raises(RunStopped, match="cannot write /runs/a/loss.png: No space left on device"):
-        with writing(Path("/runs/a/loss.png")), open("/dev/full", "w") as file:
-            file.write("x")
+    message = r"cannot write /runs/a/loss\.png: No space left on device"
+    with pytest.raises(RunStopped, match=message), writing(Path("/runs/a/loss.png")):
+        Path("/dev/full").write_text("x")

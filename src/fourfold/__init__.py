@@ -1,3 +1,68 @@
-"""fourfold: train one transformer on many GPUs, split along its four axes."""
+"""fourfold: train one transformer on many GPUs, split along its four axes.
+
+Public names are loaded when they are first used, so that what plans and draws needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fourfold.data import PackedDataset, SyntheticDataset, prepare
+    from fourfold.errors import RunStopped, UserError
+    from fourfold.mesh import Mesh
+    from fourfold.models import Decoder, Microbatch
+    from fourfold.parallelize import ParallelModel, parallelize
+    from fourfold.sampling import generate
+    from fourfold.specs import Layout, ModelSpec, RunSpec
+    from fourfold.training import initialized, rank_batches, train
+    from fourfold.verify import verify
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Decoder": "models",
+    "Layout": "specs",
+    "Mesh": "mesh",
+    "Microbatch": "models",
+    "ModelSpec": "specs",
+    "PackedDataset": "data",
+    "ParallelModel": "parallelize",
+    "RunSpec": "specs",
+    "RunStopped": "errors",
+    "SyntheticDataset": "data",
+    "UserError": "errors",
+    "generate": "sampling",
+    "initialized": "training",
+    "parallelize": "parallelize",
+    "prepare": "data",
+    "rank_batches": "training",
+    "train": "training",
+    "verify": "verify",
+}
+
+__all__ = [
+    "Decoder",
+    "Layout",
+    "Mesh",
+    "Microbatch",
+    "ModelSpec",
+    "PackedDataset",
+    "ParallelModel",
+    "RunSpec",
+    "RunStopped",
+    "SyntheticDataset",
+    "UserError",
+    "generate",
+    "initialized",
+    "parallelize",
+    "prepare",
+    "rank_batches",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fourfold' has no attribute '{name}'")
+    return getattr(import_module(f"fourfold.{_HOME[name]}"), name)

@@ -145,8 +145,8 @@ def read_weights(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
         head = weights.pop(HEAD, weights[EMBEDDING])
         if not torch.equal(head, weights[EMBEDDING]):
             problems.append(
-                f"{path}: config.json says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: set it to "
-                f"false to keep the head, or remove {HEAD} from the file"
+                f"{path}: config.json says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: "
+                f"set it to false to keep the head, or remove {HEAD} from the file"
             )
     problems += _listed(path, "is missing", [name for name in shapes if name not in weights])
     problems += _listed(

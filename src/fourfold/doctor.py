@@ -57,8 +57,8 @@ def device_type(world_size: int) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < count < world_size:
         raise UserError(
-            f"{world_size} ranks need {world_size} GPUs and this machine has {count}: use {count} or fewer ranks, "
-            "or hide the GPUs with CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            f"{world_size} ranks need {world_size} GPUs and this machine has {count}: use {count} or fewer "
+            "ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return "cuda" if count else "cpu"
 
@@ -141,7 +141,7 @@ def facts() -> dict[str, str]:
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(),
-        "cores": f"{cores} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
+        "cores": f"{cores} usable of {os.cpu_count()}, threads of torch: {torch.get_num_threads()}",
         "memory": memory_line(),
         "GPUs": "none",
         "backends": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in backends.items()),

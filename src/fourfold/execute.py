@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,17 +28,52 @@ def gradient_of_mean_loss(loss_sum: Tensor, valid_tokens: int) -> Tensor:
     return torch.full_like(loss_sum, 1.0 / max(valid_tokens, 1))
 
 
+class Trace:
+    """When each action of a step ran, in seconds since the step began.
+
+    The end of a collective is seen after the action during which it ended, or when it is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._open: list[tuple[Action, float, Pending]] = []
+        self.spans: list[Span] = []
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._began
+
+    def add(self, action: Action, start: float) -> None:
+        """Note an action that ends now."""
+        self.spans.append(Span(0, action, start, self.now()))
+        self._close([entry for entry in self._open if entry[2].is_done()])
+
+    def started(self, action: Action, pending: Pending) -> None:
+        """Note a collective that starts now and runs on."""
+        self._open.append((action, self.now(), pending))
+
+    def waited(self, pending: Pending) -> None:
+        """Note that a collective has been waited for."""
+        self._close([entry for entry in self._open if entry[2] is pending])
+
+    def _close(self, entries: list[tuple[Action, float, Pending]]) -> None:
+        for entry in entries:
+            self._open.remove(entry)
+            self.spans.append(Span(0, entry[0], entry[1], self.now()))
+
+
 @dataclass
 class _Step:
     """What is under way in one step."""
 
     batches: Sequence[Microbatch]
     valid_tokens: int
-    outputs: dict[tuple[int, int], Tensor]
-    gradients: dict[tuple[int, int], Tensor]
-    pending: list[Pending]
     loss_sum: Tensor
     update: Callable[[Tensor], None]
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    pending: list[Pending] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
 
 
 class Executor:
@@ -63,15 +98,15 @@ class Executor:
         self._units = units
         self._weight_gradients = weight_gradients
         self._batch_axis = batch_axis
-        self.spans: list[Span] | None = None
-        """Set to a list to have the times of each action appended; seconds since the step began."""
+        self.trace = Trace()
+        """Of the last step."""
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
-            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.INPUT_GRADIENT: self._backward,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
-            Kind.LOSS: self._loss,
-            Kind.REDUCE: self._reduce,
+            Kind.LOSS: self._collective,
+            Kind.REDUCE: self._collective,
             Kind.UPDATE: self._update,
         }
 
@@ -97,15 +132,12 @@ class Executor:
             LOSS: of this rank's microbatches.)
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._units[0].master.device)
-        state = _Step(batches, valid_tokens, {}, {}, [], loss_sum, update)
+        state = _Step(batches, valid_tokens, loss_sum, update)
+        self.trace = state.trace
         self._weight_gradients.begin_step_()
-        began = time.perf_counter()
         try:
             for action in actions:
-                start = time.perf_counter()
                 self._run[action.kind](state, action)
-                if self.spans is not None:
-                    self.spans.append(Span(0, action, start - began, time.perf_counter() - began))
         except BaseException:
             for segment in self._segments:
                 segment.reset()
@@ -129,6 +161,7 @@ class Executor:
 
     def _forward(self, state: _Step, action: Action) -> None:
         segment, microbatch = _place(action)
+        start = state.trace.now()
         x = state.outputs.pop((segment - 1, microbatch), None)
         y = self._segments[segment].forward(microbatch, x, state.batches[microbatch])
         if segment == len(self._segments) - 1:
@@ -136,38 +169,42 @@ class Executor:
             state.gradients[segment, microbatch] = gradient_of_mean_loss(y, state.valid_tokens)
         else:
             state.outputs[segment, microbatch] = y
+        state.trace.add(action, start)
 
     def _backward(self, state: _Step, action: Action) -> None:
         segment, microbatch = _place(action)
-        gradient = self._segments[segment].backward(microbatch, state.gradients.pop((segment, microbatch)))
+        start = state.trace.now()
+        run = self._segments[segment]
+        backward = run.backward if action.kind is Kind.BACKWARD else run.input_gradient
+        gradient = backward(microbatch, state.gradients.pop((segment, microbatch)))
         if gradient is not None:
             state.gradients[segment - 1, microbatch] = gradient
-
-    def _input_gradient(self, state: _Step, action: Action) -> None:
-        segment, microbatch = _place(action)
-        gradient = self._segments[segment].input_gradient(
-            microbatch, state.gradients.pop((segment, microbatch))
-        )
-        if gradient is not None:
-            state.gradients[segment - 1, microbatch] = gradient
+        state.trace.add(action, start)
 
     def _weight_gradient(self, state: _Step, action: Action) -> None:
         segment, microbatch = _place(action)
+        start = state.trace.now()
         self._segments[segment].weight_gradient(microbatch)
+        state.trace.add(action, start)
 
-    def _loss(self, state: _Step, action: Action) -> None:
-        state.pending.append(all_reduce_(state.loss_sum, self._batch_axis, blocking=False))
-
-    def _reduce(self, state: _Step, action: Action) -> None:
-        assert action.segment is not None
-        unit = self._units[action.segment]
-        self._weight_gradients.finish_(unit.parameters)
-        state.pending.append(unit.reduce(self._batch_axis))
+    def _collective(self, state: _Step, action: Action) -> None:
+        if action.kind is Kind.LOSS:
+            pending = all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
+        else:
+            assert action.segment is not None
+            unit = self._units[action.segment]
+            self._weight_gradients.finish_(unit.parameters)
+            pending = unit.reduce(self._batch_axis)
+        state.trace.started(action, pending)
+        state.pending.append(pending)
 
     def _update(self, state: _Step, action: Action) -> None:
         for pending in state.pending:
             pending.wait()
+            state.trace.waited(pending)
+        start = state.trace.now()
         state.update(state.loss_sum)
+        state.trace.add(action, start)
 
 
 def _place(action: Action) -> tuple[int, int]:

@@ -16,7 +16,8 @@ def flat_parameters(units: Sequence[Unit]) -> tuple[list[nn.Parameter], list[nn.
     Returns:
         Those that decay (matrices) and those that do not (norms, biases), views into the units' buffers.
     """
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for unit in units:
         for target, part in ((decayed, slice(unit.num_decayed)), (plain, slice(unit.num_decayed, None))):
             if unit.master[part].numel():
@@ -30,7 +31,7 @@ def adamw(units: Sequence[Unit], spec: OptimizerSection) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) on the units' master weights; only matrices decay."""
     decayed, plain = flat_parameters(units)
     groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=tuple(spec.betas), eps=spec.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
 
 
 def gradient_norm(units: Sequence[Unit]) -> float:
@@ -38,7 +39,7 @@ def gradient_norm(units: Sequence[Unit]) -> float:
 
     The squares of each unit's norm are added in float64, in the order of the units.
     """
-    norms: list[Tensor] = torch._foreach_norm([unit.gradient for unit in units])
+    norms = torch._foreach_norm([unit.gradient for unit in units])
     return math.sqrt(sum(float(norm) ** 2 for norm in norms))
 
 

@@ -68,7 +68,7 @@ class Reporter:
     ):
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[EvaluationReport] = []
-        self.spans: tuple[int, list[Span]] | None = None
+        self.spans: tuple[int, tuple[Span, ...]] | None = None
         self.total_steps = run.training.steps
         self.model_flops = model_flops
         self.peak = peak
@@ -105,7 +105,7 @@ class Reporter:
             self._evaluation(report)
 
     def _step(self, report: StepReport) -> None:
-        if report.spans is not None:
+        if report.spans:
             self.spans = report.step, report.spans
         self._recent.append((report.seconds, report.tokens))
         values = {

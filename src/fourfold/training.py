@@ -19,9 +19,6 @@ from fourfold.program.actions import COMPUTE
 from fourfold.program.clock import Span
 from fourfold.specs import ModelSpec, RunSpec
 
-TRACED_STEP = 3
-"""The step whose actions are timed for the picture of the program: the first ones warm up."""
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -36,7 +33,7 @@ class StepReport:
         valid_tokens: labels that counted.
         seconds: wall-clock time of the step.
         memory_bytes: peak memory of this rank, of the device, or on the CPU of the process.
-        spans: when each action ran, on one chosen step; else None.
+        spans: when each action ran.
     """
 
     step: int
@@ -47,7 +44,7 @@ class StepReport:
     valid_tokens: int
     seconds: float
     memory_bytes: int
-    spans: list[Span] | None = None
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,6 @@ def _train_step(
         data, parallel.mesh, step=step, batch=training.batch, microbatches=training.microbatches
     )
     update.learning_rate = learning_rate(step + 1, spec=run.optimizer, total_steps=training.steps)
-    parallel.executor.spans = [] if step + 1 == min(TRACED_STEP, training.steps) else None
     try:
         loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)
     except NotFinite:
@@ -115,7 +111,7 @@ def _train_step(
         valid_tokens=valid_tokens,
         seconds=time.perf_counter() - began,
         memory_bytes=peak_memory_bytes(parallel.mesh.device),
-        spans=parallel.executor.spans,
+        spans=tuple(parallel.executor.trace.spans),
     )
 
 

@@ -8,6 +8,7 @@ collectives. Every rank then compares what it holds with the reference, paramete
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -141,10 +142,13 @@ def verify(
     # Rank 0 alone runs the reference; the others receive it tensor by tensor. In bfloat16 the reference is
     # float64, and one bfloat16 process gives the scale of the error.
     exact = "float64" if dtype == "bfloat16" else dtype
-    plain = {"data": data, "batch": batch, "steps": steps, "seed": seed, "device": mesh.device}
-    first = mesh.world.rank == 0
-    reference = _run_one_process(model_spec, dtype=exact, **plain) if first else None
-    scale = _run_one_process(model_spec, dtype=dtype, **plain) if first and exact != dtype else None
+    reference = scale = None
+    if mesh.world.rank == 0:
+        one_process = partial(
+            _run_one_process, model_spec, data=data, batch=batch, steps=steps, seed=seed, device=mesh.device
+        )
+        reference = one_process(dtype=exact)
+        scale = one_process(dtype=dtype) if dtype != exact else None
 
     losses = _broadcast_floats(mesh, reference.losses + reference.norms if reference else None, 2 * steps)
     ours_floats = ours.losses + ours.norms

@@ -12,10 +12,12 @@ autograd engine's device threads see it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.autograd.function import once_differentiable
 
 
 class WeightGradients:
@@ -38,14 +40,14 @@ class WeightGradients:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 uses.setdefault(parameter, []).append(module)
-        for parameter, modules in uses.items():
-            if parameter.ndim == 2 and len(modules) == 1 and type(modules[0]) is nn.Linear:
-                self._written_first.add(parameter)
+        for weight, modules in uses.items():
+            if weight.ndim == 2 and len(modules) == 1 and type(modules[0]) is nn.Linear:
+                self._written_first.add(weight)
             else:
-                self._zeroed.append(parameter)
+                self._zeroed.append(weight)
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = _forward_of(module, self)  # type: ignore[method-assign]
+                module.forward = _forward_of(module, self)  # type: ignore[method-assign, assignment]
 
     def begin_step_(self) -> None:
         """Forget the gradients of the last step."""
@@ -63,7 +65,8 @@ class WeightGradients:
     def deferred(self) -> Iterator[list[Callable[[], None]]]:
         """Collect weight gradients instead of computing them; run the calls in the list to make up for it."""
         assert self._queue is None, "weight gradients are being deferred already"
-        self._queue = queue = []
+        queue: list[Callable[[], None]] = []
+        self._queue = queue
         try:
             yield queue
         finally:
@@ -107,13 +110,14 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b, whose backward returns the input gradient and hands the rest to `WeightGradients`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.sink = sink
-        return functional.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[no-untyped-def,override]
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, bias = ctx.saved_tensors
         input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
         ctx.sink.add(weight, bias, x, gradient)
@@ -124,7 +128,7 @@ def _forward_of(layer: nn.Linear, sink: WeightGradients) -> Callable[[Tensor], T
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _Linear.apply(x, layer.weight, layer.bias, sink)
-        return functional.linear(x, layer.weight, layer.bias)
+        return F.linear(x, layer.weight, layer.bias)
 
     return forward
 

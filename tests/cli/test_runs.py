@@ -48,7 +48,7 @@ def start(
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> tuple[Path, str]:
     """A run that was left to its end, and what it printed."""
-    run = start(folder, "train", "run.toml", "--set", "sample.tokens=8", "--set", "sample.prompt=def ")
+    run = start(folder, "train", "run.toml", "--set", "sample.tokens=8", "--set", "sample.prompt=def main")
     output, errors = run.communicate(timeout=120)
     assert (run.returncode, errors) == (0, "tokenizing 0.0 MB\n")
     return folder / "runs" / "run", output
@@ -74,7 +74,7 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
     assert 3 < lines[3]["evaluation_loss"] < 6
     assert "step 3/3  loss" in output
     assert "MFU against the float32 matmul peak measured on this machine" in output
-    assert "\nsample, temperature 0.8:\n\ndef " in output
+    assert "\nsample, temperature 0.8:\n\ndef main" in output
 
 
 def test_the_resolved_run_file_stands_alone(finished: tuple[Path, str]):

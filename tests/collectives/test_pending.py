@@ -51,10 +51,10 @@ def reuse_after_wait() -> None:
             assert torch.equal(part, torch.full((size // axis.size,), float(axis.size)))
 
 
-def wait_twice() -> tuple[bool, list[str]]:
+def wait_twice() -> tuple[list[str], bool, bool]:
     pending = all_reduce_(torch.ones(3), axis_of_all(), blocking=False)
     visible = [name for name in dir(pending) if not name.startswith("_")]
-    return pending.wait() is pending.wait(), visible
+    return visible, pending.wait() is pending.wait(), pending.is_done()
 
 
 def errors_of_peer_death() -> None:
@@ -82,7 +82,7 @@ def test_input_can_be_reused_after_wait(ranks: RankPool) -> None:
 
 
 def test_only_wait_gives_the_result(ranks: RankPool) -> None:
-    assert ranks(2, wait_twice) == [(True, ["wait"])] * 2
+    assert ranks(2, wait_twice) == [(["is_done", "wait"], True, True)] * 2
 
 
 def test_failure_names_op_axis_and_rank() -> None:

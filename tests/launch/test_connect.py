@@ -53,7 +53,7 @@ def test_a_rank_0_that_is_not_there(free_port: int):
 
 
 def test_an_unknown_host(free_port: int):
-    with pytest.raises(UserError, match="MASTER_ADDR=no-such-host.invalid is not a known host"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR=no-such-host.invalid is not a known host"):
         meet(job(1, host="no-such-host.invalid", port=free_port))
 
 

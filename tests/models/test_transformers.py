@@ -34,7 +34,7 @@ SCALINGS = {
         low_freq_factor=1.0,
         high_freq_factor=4.0,
     ),
-    "yarn": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    "yarn": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
     "yarn-mscale": RopeScaling(
         rope_type="yarn",
         factor=4.0,

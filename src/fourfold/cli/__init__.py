@@ -27,6 +27,8 @@ class Commands(TyperGroup):
             _say(*error.messages)
             raise typer.Exit(2) from None
         except RunStopped as error:
+            if sys.stderr.isatty():
+                typer.echo(err=True)  # the live line ends where it stood
             _say(str(error))
             raise typer.Exit(1) from None
         except OSError as error:

@@ -38,7 +38,8 @@ def doctor() -> None:
         return
     worst = max(report.loss.error, report.norm.error, report.gradients[0].error, report.weights[0].error)
     typer.echo(
-        f"equality on {layout}, float64: {'pass' if report.passes else 'FAIL'}, largest relative error {worst:.1e}"
+        f"equality on {layout}, float64: {'pass' if report.passes else 'FAIL'}, "
+        f"largest relative error {worst:.1e}"
     )
     raise typer.Exit(0 if report.passes else 1)
 

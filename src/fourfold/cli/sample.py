@@ -1,5 +1,6 @@
 """``fourfold sample``: text from a trained model."""
 
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +43,8 @@ def sample(
 def sample_text(model: "Decoder", tokenizer: "Tokenizer", settings: "SampleSection", *, seed: int) -> str:
     """Return the prompt with what the model writes after it.
 
-    Without a prompt the text follows the end of another, as documents do in training.
+    Without a prompt the text follows the end of another, as documents do in training. Control characters,
+    which a terminal would obey, are shown as U+FFFD.
     """
     from fourfold.sampling import generate
 
@@ -56,4 +58,5 @@ def sample_text(model: "Decoder", tokenizer: "Tokenizer", settings: "SampleSecti
         seed=seed,
         stop=tokenizer.end_of_text,
     )
-    return tokenizer.decode([*prompt_ids, *generated])
+    text = tokenizer.decode([*prompt_ids, *generated])
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

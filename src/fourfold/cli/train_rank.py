@@ -97,7 +97,7 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
     if run.sample.tokens:
         reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
         text = sample_text(model.model, tokenizer, run.sample, seed=run.seed)
-        reporter.console.print(text, markup=False)
+        print(text, flush=True)
 
 
 def _keep(
@@ -144,7 +144,7 @@ def _draw_program(model: "ParallelModel", reporter: Reporter, folder: Path) -> N
         picture = folder / "program.png"
         with writing(picture):
             title = f"Step {step} on rank 0, measured"
-            draw.picture(Timeline(tuple(spans), {}, 1), picture, title=title)
+            draw.picture(Timeline(spans, {}, 1), picture, title=title)
 
 
 def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:

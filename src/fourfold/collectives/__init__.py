@@ -11,7 +11,7 @@ All ranks of an axis call the same collectives in the same order, whatever their
 from fourfold.collectives.agree import CollectiveMismatch, agreement
 from fourfold.collectives.moves import all_gather, all_to_all, barrier, broadcast_, recv_, send
 from fourfold.collectives.pending import CollectiveError, Pending
-from fourfold.collectives.record import record
+from fourfold.collectives.recorder import record
 from fourfold.collectives.reductions import all_reduce_, reduce_, reduce_scatter
 
 __all__ = [

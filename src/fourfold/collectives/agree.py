@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fourfold.collectives import backend
 from fourfold.collectives.pending import CollectiveError, naming
-from fourfold.collectives.record import dtype_name
+from fourfold.collectives.recorder import dtype_name
 from fourfold.mesh import Axis
 
 # Every description has this size, so that ranks that disagree can still exchange theirs.

@@ -18,7 +18,7 @@ from fourfold.collectives.perform import (
     perform,
     result_buffer,
 )
-from fourfold.collectives.record import note
+from fourfold.collectives.recorder import note
 from fourfold.mesh import Axis
 
 

@@ -19,6 +19,9 @@ class Work(Protocol):
     def wait(self) -> bool:
         """Wait until the operation is done; on CUDA, let the current stream wait."""
 
+    def is_completed(self) -> bool:
+        """Whether the operation is done."""
+
 
 @contextmanager
 def naming(op: str, axis: Axis) -> Iterator[None]:
@@ -43,6 +46,13 @@ class Pending:
         # It holds the tensors, so they live until the end.
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
+
+    def is_done(self) -> bool:
+        """Whether the communication is known to have ended, so that ``wait`` would return at once.
+
+        gloo tells it of collectives; of sends, receives and what is made of them only ``wait`` does.
+        """
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
         """Wait for the end and return the result. On CUDA only the current stream waits, not the host."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from fourfold.collectives import agree
 from fourfold.collectives.backend import Started
 from fourfold.collectives.pending import Pending, naming
-from fourfold.collectives.record import note
+from fourfold.collectives.recorder import note
 from fourfold.mesh import Axis
 
 

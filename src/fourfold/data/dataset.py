@@ -21,7 +21,9 @@ from fourfold.models.batch import IGNORE, Microbatch
 class Dataset(Protocol):
     """Gives the global batch of every step, or any of its rows."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
 
     def valid_tokens(self, step: int, batch: int) -> int:
         """Return the number of labels that count in the global batch of `batch` rows of a step (from 0)."""

@@ -96,8 +96,9 @@ def _all_verdicts(store: dist.Store, world_size: int, seconds: float) -> list[st
             missing = [rank for rank in range(1, world_size) if not store.check([f"verdict/{rank}"])]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             return [
-                f"{len(missing)} of {world_size} ranks did not come within {seconds:.0f} s (ranks {shown}): start "
-                "one process a rank (under Slurm: with srun), all with the same MASTER_ADDR and MASTER_PORT"
+                f"{len(missing)} of {world_size} ranks did not come within {seconds:.0f} s (ranks {shown}): "
+                "start one process a rank (under Slurm: with srun), all with the same MASTER_ADDR "
+                "and MASTER_PORT"
             ]
         time.sleep(0.01)
     verdicts = [json.loads(store.get(f"verdict/{rank}")) for rank in range(1, world_size)]
@@ -138,8 +139,8 @@ def _device(job: JobEnvironment, device_type: str) -> torch.device | None:
         return None
     if job.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"local rank {job.local_rank} has no GPU: this machine has {torch.cuda.device_count()}, and each rank "
-            f"needs its own: use at most {torch.cuda.device_count()} ranks on a machine"
+            f"local rank {job.local_rank} has no GPU: this machine has {torch.cuda.device_count()}, and each "
+            f"rank needs its own: use at most {torch.cuda.device_count()} ranks on a machine"
         )
     device = torch.device("cuda", job.local_rank)
     torch.cuda.set_device(device)
@@ -155,8 +156,8 @@ def _store(job: JobEnvironment, seconds: float) -> dist.TCPStore:
         except (dist.DistError, RuntimeError) as error:
             reason = "is in use" if "EADDRINUSE" in str(error) else "cannot be opened"
             raise UserError(
-                f"port {port} on {host} {reason}: rank 0 needs it to meet the other ranks; set MASTER_PORT to a "
-                "free port, the same on all ranks"
+                f"port {port} on {host} {reason}: rank 0 needs it to meet the other ranks; set MASTER_PORT "
+                "to a free port, the same on all ranks"
             ) from error
     _wait_for_port(host, port, seconds)
     # The constructor waits without limit for a server that accepts and then says nothing.
@@ -173,8 +174,8 @@ def _store(job: JobEnvironment, seconds: float) -> dist.TCPStore:
         return answer.result(timeout=ANSWER_SECONDS)
     except (dist.DistError, RuntimeError, TimeoutError) as error:
         raise UserError(
-            f"something else than rank 0 of this job answers at {host}:{port}: set MASTER_PORT to a free port, "
-            "the same on all ranks"
+            f"something else than rank 0 of this job answers at {host}:{port}: set MASTER_PORT to a free "
+            "port, the same on all ranks"
         ) from error
 
 
@@ -204,7 +205,8 @@ def _wait_for_port(host: str, port: int, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"rank 0 cannot be reached at {host}:{port} ({error.strerror or error}) for {seconds:.0f} s: check "
-                    "that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are right and not blocked"
+                    f"rank 0 cannot be reached at {host}:{port} for {seconds:.0f} s "
+                    f"({error.strerror or error}): check that rank 0 runs, and that MASTER_ADDR and "
+                    "MASTER_PORT are right and not blocked"
                 ) from error
         time.sleep(0.1)

@@ -96,7 +96,8 @@ def _slurm_job(variables: Mapping[str, str]) -> JobEnvironment:
     nodes = nodes or variables.get("SLURM_NODELIST", "")
     if not nodes and "MASTER_ADDR" not in variables:
         raise UserError(
-            "this is a Slurm task but SLURM_JOB_NODELIST is not set: start the ranks with srun, or set MASTER_ADDR"
+            "this is a Slurm task but SLURM_JOB_NODELIST is not set: start the ranks with srun, "
+            "or set MASTER_ADDR"
         )
     job = _number(variables, "SLURM_JOB_ID") if "SLURM_JOB_ID" in variables else 0
     step = int(variables["SLURM_STEP_ID"]) if variables.get("SLURM_STEP_ID", "").isdigit() else 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-"""How long a collective may take: a slow rank is waited for, a lost one is noticed by its closed connection."""
+"""How long a collective may take: a slow rank is waited for, a lost one closes its connection."""
 
 
 class Rank:

@@ -106,8 +106,9 @@ def picture(
     axes.tick_params(axis="y", length=0)
     kinds = dict.fromkeys(span.action.kind for span in timeline.spans)
     handles = [axes.barh(0, 0, color=COLOURS[kind]) for kind in kinds]
-    labels = [_MEANING[kind] for kind in kinds]
-    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False, fontsize=8)
+    for handle, kind in zip(handles, kinds, strict=True):
+        handle.set_label(_MEANING[kind])
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(kinds), frameon=False, fontsize=8)
     figure.savefig(path)
 
 
