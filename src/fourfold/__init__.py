@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fourfold.sampling import generate
     from fourfold.specs import Layout, ModelSpec, RunSpec
     from fourfold.training import initialized, rank_batches, train
-    from fourfold.verify import verify
 
 __version__ = "0.1.0"
 
@@ -37,7 +36,6 @@ _HOME = {
     "prepare": "data",
     "rank_batches": "training",
     "train": "training",
-    "verify": "verify",
 }
 
 __all__ = [
@@ -58,7 +56,6 @@ __all__ = [
     "prepare",
     "rank_batches",
     "train",
-    "verify",
 ]
 
 

@@ -152,7 +152,7 @@ def test_torchrun_starts_the_ranks(folder: Path):
     run = subprocess.run(
         [sys.executable, "-m", *command, "--set", "folder=joined"],
         cwd=folder,
-        env={**os.environ, "FOURFOLD_CACHE": str(folder / "cache")},
+        env={**os.environ, "FOURFOLD_CACHE": str(folder / "cache"), "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,

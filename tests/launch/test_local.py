@@ -134,15 +134,21 @@ def test_ranks_that_would_run_different_things_are_named():
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_launcher(how: signal.Signals, tmp_path: Path):
+    temporary, pids_folder = tmp_path / "temporary", tmp_path / "pids"
+    temporary.mkdir()
+    pids_folder.mkdir()
     code = (
         "from fourfold.launch import run_on_local_ranks; from tests.launch.test_local import wait_for_ever\n"
-        f"try: run_on_local_ranks(2, wait_for_ever, ({str(tmp_path)!r},))\n"
+        f"try: run_on_local_ranks(2, wait_for_ever, ({str(pids_folder)!r},))\n"
         "except KeyboardInterrupt: raise SystemExit(130)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
     )
-    pids = until(lambda: [int(path.name) for path in tmp_path.iterdir()], 2)
+    pids = until(lambda: [int(path.name) for path in pids_folder.iterdir()], 2)
     launcher.send_signal(how)
     _, errors = launcher.communicate(timeout=SECONDS_TO_END)
     assert launcher.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
@@ -151,6 +157,7 @@ def test_ranks_end_with_their_launcher(how: signal.Signals, tmp_path: Path):
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)
+    assert not list(temporary.iterdir())
 
 
 def until(listing, length: int) -> list[int]:

@@ -111,10 +111,10 @@ def run_rank(folder_name: str, *, launcher: int) -> None:
     """Run the job of a local rank in this process, and end the process."""
     # [Note: no orphans] A rank whose launcher is gone ends itself, however it went: nobody else would
     # end it, and it would wait in a collective until that times out.
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    folder = Path(folder_name)
+    threading.Thread(target=_end_with, args=(launcher, folder), daemon=True).start()
     job = joined_job()
     assert job is not None
-    folder = Path(folder_name)
     rank = Rank(job, folder / f"step-{job.rank}")
     try:
         target, arguments = pickle.loads((folder / "job.pickle").read_bytes())
@@ -147,10 +147,11 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _end_with(launcher: int) -> None:
-    """End this process, and what it started, once its parent is no longer the launcher."""
+def _end_with(launcher: int, folder: Path) -> None:
+    """End this process, what it started, and the launcher's folder, once the launcher is gone."""
     while os.getppid() == launcher:
         time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
     if os.getpgid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -44,20 +44,19 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         high = torch.promote_types(logits_NV.dtype, torch.float32)
         total = logits_NV.new_zeros((), dtype=high)
+        minus_one = total.new_full((1, 1), -1)
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
         for logits, labels in zip(logits_NV.split(rows), labels_N.split(rows), strict=True):
             log_p = torch.log_softmax(logits, -1, dtype=high)
             total += F.nll_loss(log_p, labels, ignore_index=IGNORE, reduction="sum")
             if ctx.needs_input_grad[0]:
-                p = log_p.exp_()
-                valid = labels != IGNORE
-                p[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1
-                torch.mul(p, valid[:, None], out=logits)
-        ctx.save_for_backward(logits_NV)
+                column = labels.clamp(min=0)[:, None]
+                logits.copy_(log_p.exp_().scatter_add_(1, column, minus_one.expand_as(column)))
+        ctx.save_for_backward(logits_NV, labels_N)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (logits_NV,) = ctx.saved_tensors
-        return logits_NV.mul_(grad), None
+        logits_NV, labels_N = ctx.saved_tensors
+        return logits_NV.mul_((grad * (labels_N != IGNORE))[:, None]), None
