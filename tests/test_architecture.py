@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "checkpoint": 5,
     "reporting": 5,
     "pictures": 5,
+    "run_folder": 5,
     "doctor": 5,
     "launch": 6,
     "cli": 6,
@@ -47,8 +48,8 @@ AXIS_FOLDERS = {"layer", "batch", "sequence", "channel"}
 
 COMMUNICATION = {
     "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather",
-    "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast", "reduce", "send",
-    "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "scatter", "gather", "all_gather_object",
+    "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast",
+    "reduce", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "scatter", "gather", "all_gather_object",
     "broadcast_object_list", "monitored_barrier",
 }  # fmt: skip
 
@@ -112,7 +113,7 @@ def test_the_axes_never_import_each_other() -> None:
 
 
 def test_no_import_cycles_between_files_or_folders() -> None:
-    # Between files at the top of a file; between folders anywhere. A method may load its own folder's file late.
+    # Between folders anywhere; between files at their top: a method may load a file of its own folder late.
     files = {module: imports_of(path, inside_functions=False) for module, path in MODULES.items()}
     folders: dict[str, set[str]] = {}
     for module, path in MODULES.items():

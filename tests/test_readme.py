@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,13 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a clone, with a token cache of its own."""
     path = tmp_path_factory.mktemp("clone")
     for name in ("examples", "Makefile"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path / name)
-    yield path
+    return path
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -62,21 +61,25 @@ def test_a_command_runs_as_written(folder: Path, command: str) -> None:
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("target", [command.split()[1] for command in COMMANDS if command.startswith("make ")])
+@pytest.mark.parametrize("target", [line.split()[1] for line in COMMANDS if line.startswith("make ")])
 def test_a_make_target_is_what_the_readme_says(folder: Path, target: str) -> None:
-    """The whole suite and the whole minute of training are not run inside a test; what they would run is."""
+    """The whole suite and the minute of training are not run inside a test; what they would run is."""
     done = run(["make", "--dry-run", "--always-make", target], folder)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last == {
-        "quickstart": ".venv/bin/fourfold train examples/quickstart.toml",
-        "test": ".venv/bin/python -m pytest",
-    }[target]
+    assert (
+        last
+        == {
+            "quickstart": ".venv/bin/fourfold train examples/quickstart.toml",
+            "test": ".venv/bin/python -m pytest",
+        }[target]
+    )
 
 
 def test_the_python_example_runs(folder: Path) -> None:
     [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    done = run([sys.executable, "-W", "error", "-c", code + "\nassert 4 < loss < 5, loss\nassert gradients"], folder)
+    checks = "\nassert 4 < loss < 5, loss\nassert gradients"
+    done = run([sys.executable, "-W", "error", "-c", code + checks], folder)
     assert done.returncode == 0, done.stderr
 
 

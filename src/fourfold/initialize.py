@@ -66,7 +66,7 @@ def initialize_(targets: Mapping[str, Tensor], module: nn.Module, *, seed: int, 
     for name, owner in owners.items():
         target, short = targets[name].detach(), name.rpartition(".")[2]
         if target.is_meta:
-            raise TypeError(f"{name} is on the meta device: give it storage first (to_empty)")
+            raise TypeError(f"{name} is on the meta device: give it storage first")
         if isinstance(owner, RMSNorm) and short == "weight":
             target.fill_(1.0)
         elif isinstance(owner, nn.Linear) and short == "bias":

@@ -13,8 +13,8 @@ class Segment:
     """Runs one `Piece` forward and backward, microbatch by microbatch.
 
     [Note: explicit backward] The input of a segment is a detached leaf, so the autograd graph of a segment
-    ends at its borders. Its backward is called with the gradient of its output and returns the gradient of its
-    input: nothing runs because of a hook, and the order of everything is the program's.
+    ends at its borders. Its backward is called with the gradient of its output and returns the gradient of
+    its input: nothing runs because of a hook, and the order of everything is the program's.
 
     Args:
         piece: the part of the model.

@@ -1,9 +1,9 @@
 """Compare a layout with one process: the same steps, the same numbers.
 
-[Note: the oracle] The reference is a plain PyTorch loop in one process: the whole model, one row of the global
-batch at a time, autograd's own gradients, plain SGD. It shares the model, the initial weights and the data
-with the layout, and none of the machinery that is on trial: no segments, no flat buffers, no program, no
-collectives. Every rank then compares what it holds with the reference, parameter by parameter.
+[Note: the oracle] The reference is a plain PyTorch loop in one process: the whole model, one row of the
+global batch at a time, autograd's own gradients, plain SGD. It shares the model, the initial weights and the
+data with the layout, and none of the machinery that is on trial: no segments, no flat buffers, no program,
+no collectives. Every rank then compares what it holds with the reference, parameter by parameter.
 """
 
 from collections.abc import Iterable
@@ -213,9 +213,8 @@ def _run_one_process(
 ) -> _Trajectory:
     """See [Note: the oracle]."""
     compute = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = Decoder(model_spec)
-    model = model.to_empty(device=device).to(compute)
+    with device:
+        model = Decoder(model_spec).to(compute)
     masters = {
         name: torch.empty(p.shape, dtype=master_dtype(compute), device=device)
         for name, p in model.named_parameters()
@@ -287,7 +286,7 @@ def _tolerances(dtype: str, reference: _Trajectory, scale: _Trajectory | None) -
             _tensor_error(tensors[name], expected[name], s) for name, s in zip(expected, scales, strict=True)
         )
 
-    # Errors of a loss may cancel over rows by luck, so the scale is the sum of the rows' errors without signs.
+    # Errors of a loss may cancel over rows by luck: the scale is the sum of the rows' errors without signs.
     loss = _worst(
         sum(abs(a - b) for a, b in zip(rows, expected, strict=True)) / (abs(sum(expected)) or 1.0)
         for rows, expected in zip(scale.row_losses, reference.row_losses, strict=True)

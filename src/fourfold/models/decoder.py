@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -122,21 +121,12 @@ class Decoder(nn.Module):
         self.model = Backbone(spec)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.rotary = Rotary(spec)
-        self._tie()
-
-    def _tie(self) -> None:
-        if self.spec.tie_word_embeddings:
+        if spec.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Tie again after a move: leaving the meta device makes new parameters, one for each place."""
-        super()._apply(fn, recurse)
-        self._tie()
-        return self
 
     def forward(self, batch: Microbatch) -> Tensor:
         """Return the logits, (B, S, V)."""
-        return self.lm_head(self.model.norm(self.residual(batch)))
+        return self._logits(self.residual(batch))
 
     def residual(self, batch: Microbatch) -> Tensor:
         """Return the residual stream after the last layer, (B, S, C)."""
@@ -167,4 +157,13 @@ class Decoder(nn.Module):
 
     def _head(self, x_BSC: Tensor | None, batch: Microbatch) -> Tensor:
         assert x_BSC is not None
-        return cross_entropy_sum(self.lm_head(self.model.norm(x_BSC)), batch.labels_BS)
+        return cross_entropy_sum(self._logits(x_BSC), batch.labels_BS)
+
+    def _logits(self, x_BSC: Tensor) -> Tensor:
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        if self.spec.tie_word_embeddings and not tied:
+            raise RuntimeError(
+                "the head is not tied any more (to_empty makes a new parameter for each place): "
+                "build the model on its device, or lay it out with fourfold.parallelize"
+            )
+        return self.lm_head(self.model.norm(x_BSC))

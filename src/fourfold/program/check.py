@@ -55,9 +55,8 @@ def _completeness(program: Program) -> list[str]:
     for segment, microbatch in product(range(program.num_segments), range(program.microbatches)):
         found = {kind: counts[Action(kind, segment, microbatch)] for kind in COMPUTE}
         if found[Kind.FORWARD] != 1:
-            problems.append(
-                f"{Action(Kind.FORWARD, segment, microbatch)} stands {found[Kind.FORWARD]} times: must be once"
-            )
+            forward = Action(Kind.FORWARD, segment, microbatch)
+            problems.append(f"{forward} stands {found[Kind.FORWARD]} times: must be once")
         backward = tuple(found[kind] for kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
         if backward not in ((1, 0, 0), (0, 1, 1)):
             b, i, w = backward

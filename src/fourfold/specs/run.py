@@ -106,9 +106,7 @@ class DataSection(Spec):
     field: str = Field(default="text", min_length=1, description="of JSONL and Parquet records: the text")
     tokenizer: str = Field(default="bytes", description="'bytes', or the path of a tokenizer.json")
     sequence_length: int = Field(default=256, ge=1, description="tokens in a sequence")
-    held_out: float = Field(
-        default=0.02, gt=0, le=0.5, description="share of documents kept for evaluation"
-    )
+    held_out: float = Field(default=0.02, gt=0, le=0.5, description="share of documents kept for evaluation")
 
 
 class TrainingSection(Spec):
