@@ -48,9 +48,9 @@ AXIS_FOLDERS = {"layer", "batch", "sequence", "channel"}
 
 COMMUNICATION = {
     "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather",
-    "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single", "broadcast",
-    "reduce", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "scatter", "gather", "all_gather_object",
-    "broadcast_object_list", "monitored_barrier",
+    "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all", "all_to_all_single",
+    "broadcast", "broadcast_object_list", "reduce", "scatter", "gather", "send", "recv", "isend", "irecv",
+    "batch_isend_irecv", "barrier", "monitored_barrier",
 }  # fmt: skip
 
 
