@@ -19,12 +19,12 @@ def ours(workload: Workload, rank: int, ranks: int) -> Ours:
     return Ours(workload, f"dp{ranks}")
 
 
-def measure(workload: Workload, ranks: int, *, rounds: int, steps: int) -> Row:
+def measure(workload: Workload, ranks: int, *, rounds: int) -> Row:
     """One row: ours, the peer and the limit, interleaved."""
     builds: dict[str, Build] = {"ours": partial(ours, workload), "limit": partial(Plain, workload)}
     if ranks > 1:
         builds["ddp"] = partial(Ddp, workload)
-    scores = interleaved(builds, ranks, rounds=rounds, steps=steps, tokens=workload.valid_tokens)
+    scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
     peer = "ddp" if ranks > 1 else "limit"
     return Row.of(
         workload.name,
@@ -39,7 +39,7 @@ def measure(workload: Workload, ranks: int, *, rounds: int, steps: int) -> Row:
 def main() -> None:
     options = arguments(__doc__, ranks=(1, 2, 4))
     rows = [
-        measure(WORKLOADS[name], ranks, rounds=options.rounds, steps=options.steps)
+        measure(WORKLOADS[name], ranks, rounds=options.rounds)
         for name in options.workloads
         for ranks in options.ranks
     ]

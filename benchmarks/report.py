@@ -63,7 +63,6 @@ class Options:
     workloads: list[str]
     ranks: list[int]
     rounds: int
-    steps: int
     json: bool
 
 
@@ -72,13 +71,10 @@ def arguments(description: str | None, *, ranks: Sequence[int]) -> Options:
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="default: all")
     parser.add_argument("--ranks", action="append", type=int, choices=list(ranks), help="default: all")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args()
-    return Options(
-        given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.steps, given.json
-    )
+    return Options(given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.json)
 
 
 def show(rows: Sequence[Row], *, json: bool) -> None:

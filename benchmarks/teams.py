@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.contestants import Contestant
+from benchmarks.workloads import Workload
 
 Build = Callable[[int, int], Contestant]
 """From rank and number of ranks to a contestant."""
@@ -91,21 +92,16 @@ class Team:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def interleaved(
-    builds: dict[str, Build], ranks: int, *, rounds: int, steps: int, tokens: int
-) -> dict[str, Score]:
-    """Run every contestant in turn, ``rounds`` times ``steps`` steps, after one round of warm-up.
-
-    Raises:
-        SystemExit: where the losses of two contestants that train on the same rows disagree.
-    """
+def interleaved(builds: dict[str, Build], ranks: int, *, rounds: int, workload: Workload) -> dict[str, Score]:
+    """Let every contestant take ``rounds`` turns, after one turn of warm-up."""
     teams = {name: Team(build, ranks) for name, build in builds.items()}
     scores = {name: Score() for name in builds}
+    steps = workload.steps_a_turn
     for turn in range(rounds + 1):
         order = list(teams) if turn % 2 else list(teams)[::-1]
         for name in order:
             seconds, losses, sent = teams[name].run(turn * steps, steps)
-            scores[name].losses += [loss / tokens for loss in losses]
+            scores[name].losses += [loss / workload.valid_tokens for loss in losses]
             if turn:
                 scores[name].step_seconds += seconds
                 scores[name].bytes = sent

@@ -21,11 +21,15 @@ MODEL = ModelSpec(
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch shape: how many sequences of which length make a step, over all ranks."""
+    """A batch shape: how many sequences of which length make a step, over all ranks.
+
+    A contestant's turn is ``steps_a_turn`` steps, so that turns of both workloads take about as long.
+    """
 
     name: str
     sequence_length: int
     batch: int
+    steps_a_turn: int
 
     def rows(self, step: int, rows: range) -> Microbatch:
         """Rows of the global batch of ``step``: random tokens, every label valid, one document a row."""
@@ -46,7 +50,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "dense": Workload("dense", sequence_length=512, batch=8),
-    "chatty": Workload("chatty", sequence_length=128, batch=8),
+    "dense": Workload("dense", sequence_length=512, batch=8, steps_a_turn=1),
+    "chatty": Workload("chatty", sequence_length=128, batch=8, steps_a_turn=4),
 }
 """``dense``: compute rules. ``chatty``: communication and overhead weigh four times as much."""

@@ -23,7 +23,7 @@ COMMANDS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like a clone, with a token cache of its own."""
     path = tmp_path_factory.mktemp("clone")
-    for name in ("examples", "Makefile"):
+    for name in ("examples", "Makefile", "pyproject.toml", "constraints.txt"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, path / name)
     return path

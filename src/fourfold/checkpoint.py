@@ -108,7 +108,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(weights, assign=True)
-    # Assigning gave the head a parameter of its own.
+    if spec.tie_word_embeddings:  # assigning gave the head a parameter of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
     return Checkpoint(model.to(torch.float32), tokenizer, int(about.get("step", 0)))
 
 

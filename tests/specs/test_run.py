@@ -155,7 +155,7 @@ def test_every_mistake_in_one_error(load):
 
 def test_mistakes_between_keys(load):
     assert messages(load, RUN, ("optimizer.warmup_steps=11", "data.held_out=0")) == [
-        "data.held_out=0.0 is too small: use more than 0.0"
+        "data.held_out=0 is too small: use more than 0.0"
     ]
     assert messages(load, RUN, ("optimizer.warmup_steps=11",)) == [
         "optimizer.warmup_steps=11 is more than training.steps=10: use 10 or less"

@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from fourfold.program.actions import COMMUNICATION, Action, Kind, Program
-from fourfold.program.clock import Timeline, clock, peak_in_flight, unit_seconds
+from fourfold.program.clock import Span, Timeline, clock, peak_in_flight, unit_seconds
 
 COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -89,15 +89,22 @@ def picture(
     lanes = _lanes(timeline)
     figure = Figure(figsize=(12, 1.7 + 0.5 * len(lanes)), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for span in timeline.spans:
-        lane = lanes[span.rank, span.action.kind in COMMUNICATION]
-        start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
-        colour = COLOURS[span.action.kind]
-        axes.barh(lane, length, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
-        label = names(span.action)
-        if length > total * 0.0085 * len(label):
-            axes.text(start + length / 2, lane, label, ha="center", va="center", fontsize=6.5, color="white")
-    axes.set_yticks(list(lanes.values()), [_lane_name(key, lanes) for key in lanes])
+    for index, spans in enumerate(lanes.values()):
+        rows, count = _rows(spans)
+        height = 0.8 / count
+        for span, row in zip(spans, rows, strict=True):
+            middle = index - 0.4 + (row + 0.5) * height
+            start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
+            colour = COLOURS[span.action.kind]
+            axes.barh(
+                middle, length, left=start, height=height, color=colour, edgecolor="white", linewidth=0.4
+            )
+            label = names(span.action)
+            if length > total * 0.0085 * len(label) and count <= _MOST_LABELLED_ROWS:
+                axes.text(
+                    start + length / 2, middle, label, ha="center", va="center", fontsize=6.5, color="white"
+                )
+    axes.set_yticks(range(len(lanes)), [_lane_name(key, lanes) for key in lanes])
     axes.invert_yaxis()
     axes.set_xlim(0, total or 1)
     axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards of one stage")
@@ -112,12 +119,34 @@ def picture(
     figure.savefig(path)
 
 
-def _lanes(timeline: Timeline) -> dict[tuple[int, bool], int]:
-    used = sorted({(span.rank, span.action.kind in COMMUNICATION) for span in timeline.spans})
-    return {key: index for index, key in enumerate(used)}
+_MOST_LABELLED_ROWS = 6
+"""Of collectives in flight at once: more rows than these are too low for text."""
+
+Lane = tuple[int, bool]
+"""A rank, and whether it is its communication."""
 
 
-def _lane_name(key: tuple[int, bool], lanes: dict[tuple[int, bool], int]) -> str:
+def _lanes(timeline: Timeline) -> dict[Lane, list[Span]]:
+    """The spans of each lane, by their start."""
+    lanes: dict[Lane, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start_seconds)):
+        lanes.setdefault((span.rank, span.action.kind in COMMUNICATION), []).append(span)
+    return dict(sorted(lanes.items()))
+
+
+def _rows(spans: list[Span]) -> tuple[list[int], int]:
+    """A row for each span so that none overlap, and how many rows that takes."""
+    ends: list[float] = []
+    rows = []
+    for span in spans:
+        free = [row for row, end in enumerate(ends) if end <= span.start_seconds]
+        row = free[0] if free else len(ends)
+        ends[row : row + 1] = [span.end_seconds]
+        rows.append(row)
+    return rows, len(ends)
+
+
+def _lane_name(key: Lane, lanes: dict[Lane, list[Span]]) -> str:
     rank, communication = key
     if not any(other for _, other in lanes):
         return f"rank {rank}"

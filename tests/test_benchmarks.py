@@ -1,0 +1,28 @@
+"""The benchmarks run and print what they promise; how fast things are is not tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.workloads import MODEL
+from fourfold.traffic import Event, sent_bytes
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_data_parallel_prints_its_rows() -> None:
+    command = "benchmarks/data_parallel.py --workload chatty --ranks 2 --rounds 1 --json"
+    done = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(done.stdout)
+    assert set(row) == {
+        "workload", "layout", "ours_seconds", "peer", "peer_seconds", "ratio", "limit_seconds",
+        "ours_bytes", "peer_bytes", "ours_peak_bytes", "peer_peak_bytes",
+    }  # fmt: skip
+    assert (row["workload"], row["layout"], row["peer"]) == ("chatty", "dp2", "torch DDP")
+    # What crossed the loopback device is what the formula says, headers and the barrier aside.
+    formula = sent_bytes(Event("all_reduce", "dp", 4 * MODEL.num_parameters + 8, "float32"), 2)
+    assert formula <= row["ours_bytes"] < 1.01 * formula
