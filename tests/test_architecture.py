@@ -28,7 +28,7 @@ FLOORS: dict[str, int] = {
     "segment": 3,
     "execute": 3,
     "optimizer": 4,
-    "parallelize": 4,
+    "parallel_model": 4,
     "data": 5,
     "training": 5,
     "verify": 5,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fourfold.errors import RunStopped, UserError
     from fourfold.mesh import Mesh
     from fourfold.models import Decoder, Microbatch
-    from fourfold.parallelize import ParallelModel, parallelize
+    from fourfold.parallel_model import ParallelModel, parallelize
     from fourfold.sampling import generate
     from fourfold.specs import Layout, ModelSpec, RunSpec
     from fourfold.training import initialized, rank_batches, train
@@ -25,14 +25,14 @@ _HOME = {
     "Microbatch": "models",
     "ModelSpec": "specs",
     "PackedDataset": "data",
-    "ParallelModel": "parallelize",
+    "ParallelModel": "parallel_model",
     "RunSpec": "specs",
     "RunStopped": "errors",
     "SyntheticDataset": "data",
     "UserError": "errors",
     "generate": "sampling",
     "initialized": "training",
-    "parallelize": "parallelize",
+    "parallelize": "parallel_model",
     "prepare": "data",
     "rank_batches": "training",
     "train": "training",

@@ -14,7 +14,7 @@ from fourfold.learning_rate import learning_rate
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import NotFinite, Update, adamw
-from fourfold.parallelize import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program.actions import COMPUTE
 from fourfold.program.clock import Span
 from fourfold.specs import ModelSpec, RunSpec

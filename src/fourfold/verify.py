@@ -19,7 +19,7 @@ from fourfold.initialize import initialize_
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder
 from fourfold.optimizer import flat_parameters, gradient_norm
-from fourfold.parallelize import ParallelModel, master_dtype
+from fourfold.parallel_model import ParallelModel, master_dtype
 from fourfold.specs import ModelSpec
 from fourfold.training import initialized, rank_batches
 

@@ -23,7 +23,7 @@ from fourfold.specs import ModelSpec, RunSpec
 from fourfold.training import Report, train
 
 if TYPE_CHECKING:
-    from fourfold.parallelize import ParallelModel
+    from fourfold.parallel_model import ParallelModel
 
 
 def prepared_corpus(run: RunSpec, tokenizer: Tokenizer) -> Prepared:
