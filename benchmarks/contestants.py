@@ -13,11 +13,11 @@ from benchmarks.workloads import MODEL, Workload
 from fourfold.initialize import initialize_
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.optimizer import adamw, gradient_norm
-from fourfold.specs import Layout, OptimizerSection
-from fourfold.training import initialized
+from fourfold.specs import Layout, OptimizerSection, RunSpec
+from fourfold.training import Trainer
 
-SPEC = OptimizerSection(learning_rate=3e-4)
+RATE = 3e-4
+SPEC = OptimizerSection(learning_rate=RATE, schedule="constant", clip_norm=0.0)
 
 
 class Contestant(Protocol):
@@ -27,31 +27,25 @@ class Contestant(Protocol):
         """Train on the batch of step ``k``; return the sum of the token losses of this rank's rows."""
 
 
-def share(workload: Workload, rank: int, ranks: int) -> range:
-    """The rows of the global batch that a rank of a data-parallel group takes."""
-    rows = workload.batch // ranks
-    return range(rank * rows, (rank + 1) * rows)
-
-
 class Ours:
-    """fourfold with the given layout: what `fourfold train` runs, the norm of the gradient included."""
+    """The training loop of `fourfold train`: norm of the gradient, learning rate and reports included."""
 
     def __init__(self, workload: Workload, layout: str):
-        self.workload = workload
-        self.mesh = Mesh(Layout.parse(layout), "cpu")
-        self.parallel = initialized(MODEL, self.mesh, microbatches=1, dtype="float32", seed=0)
-        self.optimizer = adamw(self.parallel.units, SPEC)
+        mesh = Mesh(Layout.parse(layout), "cpu")
+        run = RunSpec.model_validate(
+            {
+                "layout": layout,
+                "model": MODEL.model_dump(exclude_none=True),
+                "data": {"sequence_length": workload.sequence_length},
+                "training": {"steps": 1000, "batch": workload.batch},
+                "optimizer": SPEC,
+            }
+        )
+        self.trainer = Trainer(run, MODEL, mesh, data=workload)
+        self.tokens_of_a_rank = workload.batch * workload.sequence_length / mesh.data.size
 
     def step(self, k: int) -> float:
-        batches = [self.workload.rows(k, share(self.workload, self.mesh.data.rank, self.mesh.data.size))]
-
-        def update(loss_sum: Tensor) -> None:
-            assert gradient_norm(self.parallel.units) < float("inf")
-            self.optimizer.step()
-            self.parallel.publish_()
-
-        loss_sum = self.parallel.step(batches, valid_tokens=self.workload.valid_tokens, update=update)
-        return float(loss_sum) / self.mesh.data.size
+        return self.trainer.step(k).loss * self.tokens_of_a_rank
 
 
 class Plain:
@@ -59,16 +53,17 @@ class Plain:
 
     def __init__(self, workload: Workload, rank: int, ranks: int):
         self.workload = workload
-        self.rows = share(workload, rank, ranks)
-        self.module: nn.Module = _Loss(_decoder(), 1.0 / workload.valid_tokens)
+        rows = workload.batch // ranks
+        self.rows = range(rank * rows, (rank + 1) * rows)
+        self.module: nn.Module = _Loss(_decoder(), 1.0 / workload.tokens)
         self.optimizer = _adamw(self.module)
 
     def step(self, k: int) -> float:
-        loss = self.module(self.workload.rows(k, self.rows))
+        loss = self.module(self.workload.rows(k, self.workload.batch, self.rows))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss.detach()) * self.workload.valid_tokens
+        return float(loss.detach()) * self.workload.tokens
 
 
 class Ddp(Plain):
@@ -77,7 +72,7 @@ class Ddp(Plain):
     def __init__(self, workload: Workload, rank: int, ranks: int):
         super().__init__(workload, rank, ranks)
         # DDP averages over ranks, so each rank's loss is scaled up by their number.
-        loss = _Loss(_decoder(), ranks / workload.valid_tokens)
+        loss = _Loss(_decoder(), ranks / workload.tokens)
         self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
         self.optimizer = _adamw(self.module)
         self.ranks = ranks

@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.contestants import Ddp, Ours, Plain
 from benchmarks.report import Row, arguments, show
 from benchmarks.teams import Build, interleaved
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import MODEL, WORKLOADS, Workload
+from fourfold.batch.reduction import LOSS_BYTES, LOSS_DTYPE
+from fourfold.traffic import Event, sent_bytes
 
 
 def ours(workload: Workload, rank: int, ranks: int) -> Ours:
@@ -33,7 +35,17 @@ def measure(workload: Workload, ranks: int, *, rounds: int) -> Row:
         peer="torch DDP" if ranks > 1 else "bare PyTorch loop",
         peer_score=scores[peer],
         limit=scores["limit"],
+        formula_bytes=formula_bytes(ranks),
     )
+
+
+def formula_bytes(ranks: int) -> float:
+    """What a rank sends in a step: one all-reduce of every gradient in float32, and one of the loss."""
+    messages = [
+        Event("all_reduce", "dp", 4 * MODEL.num_parameters, "float32"),
+        Event("all_reduce", "dp", LOSS_BYTES, LOSS_DTYPE),
+    ]
+    return sum(sent_bytes(message, ranks) for message in messages)
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: medians of steps, each of its slowest rank; bytes sent per rank and step."""
+    """One comparison: medians of steps, each of its slowest rank; bytes sent per rank and step,
+    by the formula and as counted on the loopback device."""
 
     workload: str
     layout: str
@@ -26,6 +27,7 @@ class Row:
     peer_seconds: float
     ratio: float
     limit_seconds: float
+    formula_bytes: float
     ours_bytes: float
     peer_bytes: float
     ours_peak_bytes: int
@@ -33,14 +35,20 @@ class Row:
 
     @classmethod
     def of(
-        cls, workload: str, layout: str, *, ours: Score, peer: str, peer_score: Score, limit: Score
+        cls,
+        workload: str,
+        layout: str,
+        *,
+        ours: Score,
+        peer: str,
+        peer_score: Score,
+        limit: Score,
+        formula_bytes: float,
     ) -> "Row":
         """Compare two scores, after a check that both trained the same."""
         for k, (a, b) in enumerate(zip(ours.losses, peer_score.losses, strict=True)):
             if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
-                raise SystemExit(
-                    f"{workload} {layout}: at step {k} our loss is {a:.6f}, that of {peer} is {b:.6f}"
-                )
+                raise SystemExit(f"{workload} {layout}: at step {k} our loss is {a:.6f}, {peer}'s {b:.6f}")
         return cls(
             workload=workload,
             layout=layout,
@@ -49,6 +57,7 @@ class Row:
             peer_seconds=peer_score.seconds,
             ratio=ours.seconds / peer_score.seconds,
             limit_seconds=limit.seconds,
+            formula_bytes=formula_bytes,
             ours_bytes=ours.bytes,
             peer_bytes=peer_score.bytes,
             ours_peak_bytes=ours.peak_bytes,
@@ -91,7 +100,8 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
         "peer ms",
         "ratio",
         "limit ms",
-        "MiB/step ours",
+        "MiB/step",
+        "ours",
         "peer",
         "peak MiB ours",
         "peer",
@@ -107,6 +117,7 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
             f"{row.peer_seconds * 1e3:.1f}",
             f"{row.ratio:.3f}",
             f"{row.limit_seconds * 1e3:.1f}",
+            f"{row.formula_bytes / 2**20:.1f}",
             f"{row.ours_bytes / 2**20:.1f}",
             f"{row.peer_bytes / 2**20:.1f}",
             f"{row.ours_peak_bytes / 2**20:.0f}",

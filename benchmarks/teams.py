@@ -101,7 +101,7 @@ def interleaved(builds: dict[str, Build], ranks: int, *, rounds: int, workload: 
         order = list(teams) if turn % 2 else list(teams)[::-1]
         for name in order:
             seconds, losses, sent = teams[name].run(turn * steps, steps)
-            scores[name].losses += [loss / workload.valid_tokens for loss in losses]
+            scores[name].losses += [loss / workload.tokens for loss in losses]
             if turn:
                 scores[name].step_seconds += seconds
                 scores[name].bytes = sent

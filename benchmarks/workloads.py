@@ -21,7 +21,7 @@ MODEL = ModelSpec(
 
 @dataclass(frozen=True)
 class Workload:
-    """A batch shape: how many sequences of which length make a step, over all ranks.
+    """A dataset and a batch shape: how many sequences of which length make a step, over all ranks.
 
     A contestant's turn is ``steps_a_turn`` steps, so that turns of both workloads take about as long.
     """
@@ -31,10 +31,24 @@ class Workload:
     batch: int
     steps_a_turn: int
 
-    def rows(self, step: int, rows: range) -> Microbatch:
-        """Rows of the global batch of ``step``: random tokens, every label valid, one document a row."""
+    @property
+    def tokens(self) -> int:
+        """Of a step, all valid."""
+        return self.batch * self.sequence_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return MODEL.vocab_size
+
+    def valid_tokens(self, step: int, batch: int) -> int:
+        """Every label counts."""
+        return self.tokens
+
+    def rows(self, step: int, batch: int, rows: range) -> Microbatch:
+        """Rows of the global batch of ``step``: random tokens, one document a row."""
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(MODEL.vocab_size, (self.batch, self.sequence_length + 1), generator=generator)
+        tokens = torch.randint(MODEL.vocab_size, (batch, self.sequence_length + 1), generator=generator)
         tokens = tokens[rows.start : rows.stop]
         return Microbatch(
             input_ids_BS=tokens[:, :-1].contiguous(),
@@ -42,11 +56,6 @@ class Workload:
             position_ids_BS=torch.arange(self.sequence_length).expand(len(rows), -1),
             documents=((self.sequence_length,),) * len(rows),
         )
-
-    @property
-    def valid_tokens(self) -> int:
-        """Labels of a step: all of them."""
-        return self.batch * self.sequence_length
 
 
 WORKLOADS = {

@@ -1,9 +1,11 @@
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from fourfold.batch.units import Unit, parameter_sites
-from fourfold.optimizer import adamw, clip_, gradient_norm
+from fourfold.optimizer import Update, adamw, clip_, gradient_norm
 from fourfold.specs import OptimizerSection
 
 
@@ -102,3 +104,27 @@ def test_the_norm_is_over_all_units_and_clipping_scales_all() -> None:
     torch.testing.assert_close(units[1].gradient, torch.tensor([0.0, 0.8]))
     clip_(units, norm=1.0, max_norm=1.0)
     torch.testing.assert_close(units[1].gradient, torch.tensor([0.0, 0.8]))
+
+
+def test_large_gradients_have_a_finite_norm() -> None:
+    """The square of 1e20 overflows float32; its norm does not."""
+    unit = unit_of(nn.Linear(2, 2, bias=False))
+    unit.gradient.fill_(1e20)
+    assert gradient_norm([unit]) == pytest.approx(2e20, rel=1e-6)
+    unit.gradient[0] = float("inf")
+    assert gradient_norm([unit]) == float("inf")
+
+
+def test_an_update_that_is_not_finite_changes_nothing() -> None:
+    unit = unit_of(nn.Linear(2, 2, bias=False))
+    unit.master.fill_(1.0)
+    update = Update([unit], adamw([unit], OptimizerSection(learning_rate=0.1)), clip_norm=1.0)
+    update.learning_rate = 0.1
+    for gradient, loss in ((math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)):
+        unit.gradient.fill_(gradient)
+        update(torch.tensor(loss))
+        assert torch.equal(unit.master, torch.ones_like(unit.master))
+    unit.gradient.fill_(1.0)
+    update(torch.tensor(1.0))
+    assert update.norm == 2.0
+    assert not torch.equal(unit.master, torch.ones_like(unit.master))

@@ -97,8 +97,8 @@ class SpoiledOnOneRank(SyntheticDataset):
         )
 
 
-def stopped_by(layout: str, bad_rank: int) -> tuple[str, int]:
-    """Train with spoiled data on one rank; return the message and the number of finished steps."""
+def stopped_by(layout: str, bad_rank: int) -> tuple[str, list[float]]:
+    """Train with spoiled data on one rank; return the message and the losses that were reported."""
     run, spec, mesh = run_spec(layout), ModelSpec.preset("tiny"), Mesh(Layout.parse(layout))
     kind = SpoiledOnOneRank if mesh.data.rank == bad_rank else SyntheticDataset
     data = kind(spec.vocab_size, run.data.sequence_length, 1)
@@ -106,16 +106,16 @@ def stopped_by(layout: str, bad_rank: int) -> tuple[str, int]:
     try:
         train(run, spec, mesh, train_data=data, eval_data=data, on_report=reports.append)
     except RunStopped as error:
-        return str(error), sum(isinstance(report, StepReport) for report in reports)
-    return "did not stop", 0
+        return str(error), [report.loss for report in reports if isinstance(report, StepReport)]
+    return "did not stop", []
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(ranks: RankPool) -> None:
     results = ranks(4, stopped_by, "dp4", 2)
-    for message, finished_steps in results:
+    for message, losses in results:
         assert message.startswith("step 3 is not finite; no weight was changed by it: ")
         assert "the loss is not finite on rank 2; the backward meets it first in lm_head.weight" in message
-        assert finished_steps == 2
+        assert [math.isnan(loss) for loss in losses] == [False, False, True]
 
 
 def test_diverged_weights_stop_the_run() -> None:
@@ -123,6 +123,16 @@ def test_diverged_weights_stop_the_run() -> None:
         RunStopped, match=r"step 2 is not finite; .* on rank 0; the backward meets it first in"
     ):
         reports_of("dp1", {"optimizer": {"learning_rate": 1e300, "warmup_steps": 0}})
+
+
+def test_an_update_that_breaks_the_weights_stops_the_run() -> None:
+    """The step itself was finite, the weights after it are not: the evaluation says so."""
+    sections = {
+        "training": {"steps": 1, "dtype": "float32"},
+        "optimizer": {"learning_rate": 3e38, "warmup_steps": 0, "schedule": "constant"},
+    }
+    with pytest.raises(RunStopped, match=r"held-out loss after step 1 is nan.*lower optimizer.learning_rate"):
+        reports_of("dp1", sections)
 
 
 def test_a_batch_without_any_valid_token_has_loss_0() -> None:

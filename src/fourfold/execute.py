@@ -31,10 +31,12 @@ def gradient_of_mean_loss(loss_sum: Tensor, valid_tokens: int) -> Tensor:
 class Trace:
     """When each action of a step ran, in seconds since the step began.
 
-    The end of a collective is seen after the action during which it ended, or when it is waited for.
+    The end of a collective is seen after the action during which it ended, or when it is waited for. On an
+    accelerator the host runs ahead of the device and its clock says nothing of actions: there are no spans.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._on_host = device.type == "cpu"
         self._began = time.perf_counter()
         self._open: list[tuple[Action, float, Pending]] = []
         self.spans: list[Span] = []
@@ -45,12 +47,14 @@ class Trace:
 
     def add(self, action: Action, start: float) -> None:
         """Note an action that ends now."""
-        self.spans.append(Span(0, action, start, self.now()))
-        self._close([entry for entry in self._open if entry[2].is_done()])
+        if self._on_host:
+            self.spans.append(Span(0, action, start, self.now()))
+            self._close([entry for entry in self._open if entry[2].is_done()])
 
     def started(self, action: Action, pending: Pending) -> None:
         """Note a collective that starts now and runs on."""
-        self._open.append((action, self.now(), pending))
+        if self._on_host:
+            self._open.append((action, self.now(), pending))
 
     def waited(self, pending: Pending) -> None:
         """Note that a collective has been waited for."""
@@ -70,10 +74,10 @@ class _Step:
     valid_tokens: int
     loss_sum: Tensor
     update: Callable[[Tensor], None]
+    trace: Trace
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     pending: list[Pending] = field(default_factory=list)
-    trace: Trace = field(default_factory=Trace)
 
 
 class Executor:
@@ -98,7 +102,8 @@ class Executor:
         self._units = units
         self._weight_gradients = weight_gradients
         self._batch_axis = batch_axis
-        self.trace = Trace()
+        self._device = units[0].master.device
+        self.trace = Trace(self._device)
         """Of the last step."""
         self._run = {
             Kind.FORWARD: self._forward,
@@ -131,9 +136,9 @@ class Executor:
             The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
             LOSS: of this rank's microbatches.)
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._units[0].master.device)
-        state = _Step(batches, valid_tokens, loss_sum, update)
-        self.trace = state.trace
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.trace = Trace(self._device)
+        state = _Step(batches, valid_tokens, loss_sum, update, self.trace)
         self._weight_gradients.begin_step_()
         try:
             for action in actions:
@@ -146,7 +151,7 @@ class Executor:
 
     def evaluate(self, actions: Sequence[Action], batches: Sequence[Microbatch]) -> Tensor:
         """Run a program of forwards; return the sum of the token losses."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._units[0].master.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         x: Tensor | None = None
         for action in actions:
             assert action.kind is Kind.FORWARD

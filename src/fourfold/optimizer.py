@@ -37,20 +37,21 @@ def adamw(units: Sequence[Unit], spec: OptimizerSection) -> torch.optim.AdamW:
 def gradient_norm(units: Sequence[Unit]) -> float:
     """The 2-norm of all gradients together, each parameter counted once.
 
-    The squares of each unit's norm are added in float64, in the order of the units.
+    Each unit's norm is taken in the dtype of its gradients, their squares are added in float64. Where a
+    square overflows float32 although the gradients are finite, everything is taken in float64.
     """
-    norms = torch._foreach_norm([unit.gradient for unit in units])
-    return math.sqrt(sum(float(norm) ** 2 for norm in norms))
+    norms = torch.stack(torch._foreach_norm([unit.gradient for unit in units])).double()
+    total = float(torch.linalg.vector_norm(norms))
+    if math.isfinite(total):
+        return total
+    high = [torch.linalg.vector_norm(unit.gradient, dtype=torch.float64) for unit in units]
+    return float(torch.linalg.vector_norm(torch.stack(high)))
 
 
 def clip_(units: Sequence[Unit], *, norm: float, max_norm: float) -> None:
     """Scale all gradients by ``max_norm / norm`` where ``norm`` is larger."""
     if norm > max_norm:
         torch._foreach_mul_([unit.gradient for unit in units], max_norm / norm)
-
-
-class NotFinite(Exception):
-    """The loss or the gradient of a step is not finite. The weights have not been touched."""
 
 
 class Update:
@@ -74,16 +75,13 @@ class Update:
         self.norm = math.nan
 
     def __call__(self, loss_sum: Tensor) -> None:
-        """Update the weights, given the loss of the global batch.
+        """Update the weights, given the loss of the global batch; not at all if it or the norm is not finite.
 
         Loss and gradients are sums over ranks, so every rank comes to the same decision.
-
-        Raises:
-            NotFinite: before any weight is changed.
         """
         self.norm = gradient_norm(self._units)
         if not (math.isfinite(self.norm) and math.isfinite(float(loss_sum))):
-            raise NotFinite
+            return
         if self._clip_norm:
             clip_(self._units, norm=self.norm, max_norm=self._clip_norm)
         for group in self._optimizer.param_groups:

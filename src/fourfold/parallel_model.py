@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fourfold.batch.units import Unit, parameter_sites, unit_users
 from fourfold.build import build, evaluation
+from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.mesh import Mesh
@@ -88,12 +89,18 @@ def parallelize(
 
     Args:
         model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
-        mesh: the ranks. Only the Batch axis may be larger than 1.
+        mesh: the ranks. Of its axes only dp may be larger than 1 so far.
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
     """
+    problems = mesh.layout.runnable_problems()
+    if problems:
+        raise UserError(*problems)
     pieces = model.pieces()
     named = dict(model.named_parameters())
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(f"{frozen[0]} is frozen (and {len(frozen) - 1} more): every parameter is trained")
     sites = parameter_sites(model)
     unit_parameters = unit_users(model, [piece.modules for piece in pieces])
     units = [

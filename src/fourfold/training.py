@@ -1,5 +1,8 @@
 """The training loop."""
 
+import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from fourfold.initialize import initialize_
 from fourfold.learning_rate import learning_rate
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.optimizer import NotFinite, Update, adamw
+from fourfold.optimizer import Update, adamw
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program.actions import COMPUTE
 from fourfold.program.clock import Span
@@ -22,10 +25,10 @@ from fourfold.specs import ModelSpec, RunSpec
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished training step.
+    """One training step: finished, or the one at which the run stops since loss or norm is not finite.
 
     Attributes:
-        step: how many steps are finished, counted from 1.
+        step: its number, counted from 1.
         loss: mean over the valid tokens of the global batch, before the update.
         grad_norm: of the whole gradient, before clipping.
         learning_rate: what the update used.
@@ -33,7 +36,7 @@ class StepReport:
         valid_tokens: labels that counted.
         seconds: wall-clock time of the step.
         memory_bytes: peak memory of this rank, of the device, or on the CPU of the process.
-        spans: when each action ran.
+        spans: when each action ran, on the CPU.
     """
 
     step: int
@@ -76,43 +79,109 @@ def train(
         RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
             message names the step, and the rank and the parameter where it began.
     """
-    parallel = initialized(
-        model_spec, mesh, microbatches=run.training.microbatches, dtype=run.training.dtype, seed=run.seed
-    )
-    update = Update(parallel.units, adamw(parallel.units, run.optimizer), clip_norm=run.optimizer.clip_norm)
+    trainer = Trainer(run, model_spec, mesh, data=train_data)
     for step in range(run.training.steps):
-        on_report(_train_step(parallel, run, train_data, update, step))
-        every, last = run.evaluation.every, step + 1 == run.training.steps
-        if last or (every and (step + 1) % every == 0):
-            on_report(evaluate(parallel, run, eval_data, step=step + 1))
-    return parallel
+        report = trainer.step(step)
+        on_report(report)
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
+            raise RunStopped(trainer.diagnosis(step))
+        every, last = run.evaluation.every, report.step == run.training.steps
+        if last or (every and report.step % every == 0):
+            evaluation = evaluate(trainer.parallel, run, eval_data, step=report.step)
+            on_report(evaluation)
+            if not math.isfinite(evaluation.loss):
+                raise RunStopped(
+                    f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are broken; "
+                    "try a lower optimizer.learning_rate"
+                )
+    return trainer.parallel
 
 
-def _train_step(
-    parallel: ParallelModel, run: RunSpec, data: Dataset, update: Update, step: int
-) -> StepReport:
-    began = time.perf_counter()
-    training = run.training
-    valid_tokens = data.valid_tokens(step, training.batch)
-    batches = rank_batches(
-        data, parallel.mesh, step=step, batch=training.batch, microbatches=training.microbatches
-    )
-    update.learning_rate = learning_rate(step + 1, spec=run.optimizer, total_steps=training.steps)
-    try:
-        loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)
-    except NotFinite:
-        raise RunStopped(_diagnosis(parallel, batches, step=step, valid_tokens=valid_tokens)) from None
-    return StepReport(
-        step=step + 1,
-        loss=float(loss_sum) / max(valid_tokens, 1),
-        grad_norm=update.norm,
-        learning_rate=update.learning_rate,
-        tokens=training.batch * run.data.sequence_length,
-        valid_tokens=valid_tokens,
-        seconds=time.perf_counter() - began,
-        memory_bytes=peak_memory_bytes(parallel.mesh.device),
-        spans=tuple(parallel.executor.trace.spans),
-    )
+class Trainer:
+    """A model in training: its weights, its optimizer, its data.
+
+    Args:
+        run: how to train.
+        model_spec: the model; its weights are initialised here.
+        mesh: the ranks.
+        data: gives the batch of every step.
+    """
+
+    def __init__(self, run: RunSpec, model_spec: ModelSpec, mesh: Mesh, *, data: Dataset):
+        training = run.training
+        self.parallel = initialized(
+            model_spec, mesh, microbatches=training.microbatches, dtype=training.dtype, seed=run.seed
+        )
+        self._run = run
+        self._data = data
+        optimizer = adamw(self.parallel.units, run.optimizer)
+        self._update = Update(self.parallel.units, optimizer, clip_norm=run.optimizer.clip_norm)
+
+    def step(self, step: int) -> StepReport:
+        """Train on the batch of ``step``, from 0. A step that is not finite leaves the weights alone."""
+        began = time.perf_counter()
+        training = self._run.training
+        valid_tokens = self._data.valid_tokens(step, training.batch)
+        update = self._update
+        update.learning_rate = learning_rate(step + 1, spec=self._run.optimizer, total_steps=training.steps)
+        loss_sum = self.parallel.step(self._batches(step), valid_tokens=valid_tokens, update=update)
+        return StepReport(
+            step=step + 1,
+            loss=float(loss_sum) / max(valid_tokens, 1),
+            grad_norm=update.norm,
+            learning_rate=update.learning_rate,
+            tokens=training.batch * self._run.data.sequence_length,
+            valid_tokens=valid_tokens,
+            seconds=time.perf_counter() - began,
+            memory_bytes=peak_memory_bytes(self.parallel.mesh.device),
+            spans=tuple(self.parallel.executor.trace.spans),
+        )
+
+    def diagnosis(self, step: int) -> str:
+        """Where the loss or gradient of ``step`` that is not finite began. Called on every rank.
+
+        The gradients are summed over ranks already, so the step is run again on every rank without sums:
+        the weights are untouched and the batch is the same, so the same numbers come out, rank by rank.
+        """
+        parallel = self.parallel
+        actions = [
+            action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind in COMPUTE
+        ]
+        loss_sum = parallel.executor.step(
+            actions,
+            self._batches(step),
+            valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
+            update=lambda _: None,
+        )
+        backward_order = [item for unit in reversed(parallel.units) for item in unit.named(unit.gradient)]
+        bad = [
+            index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()
+        ]
+        axis = parallel.mesh.batch
+        mine = torch.tensor(
+            [[int(not torch.isfinite(loss_sum)), bad[0] if bad else -1]], device=parallel.mesh.device
+        )
+        where = f"step {step + 1} is not finite; no weight was changed by it"
+        for rank, (loss_is_bad, parameter) in zip(axis.ranks, all_gather(mine, axis).tolist(), strict=True):
+            if loss_is_bad or parameter >= 0:
+                what = "the loss" if loss_is_bad else "a gradient"
+                first = (
+                    f"; the backward meets it first in {backward_order[parameter][0]}"
+                    if parameter >= 0
+                    else ""
+                )
+                return f"{where}: {what} is not finite on rank {rank}{first}"
+        return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
+
+    def _batches(self, step: int) -> list[Microbatch]:
+        training = self._run.training
+        return rank_batches(
+            self._data,
+            self.parallel.mesh,
+            step=step,
+            batch=training.batch,
+            microbatches=training.microbatches,
+        )
 
 
 def initialized(
@@ -153,37 +222,9 @@ def evaluate(parallel: ParallelModel, run: RunSpec, data: Dataset, *, step: int)
     return EvaluationReport(step, float(total) / max(valid_tokens, 1), valid_tokens)
 
 
-def _diagnosis(parallel: ParallelModel, batches: list[Microbatch], *, step: int, valid_tokens: int) -> str:
-    """Where a loss or gradient that is not finite began.
-
-    The gradients are summed over ranks already, so the step is run again on every rank without sums: the
-    weights are untouched and the batch is the same, so the same numbers come out, rank by rank.
-    """
-    actions = [action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind in COMPUTE]
-    loss_sum = parallel.executor.step(actions, batches, valid_tokens=valid_tokens, update=lambda _: None)
-    backward_order = [item for unit in reversed(parallel.units) for item in unit.named(unit.gradient)]
-    bad = [index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()]
-    mine = torch.tensor(
-        [[int(not torch.isfinite(loss_sum)), bad[0] if bad else -1]], device=parallel.mesh.device
-    )
-    found = all_gather(mine, parallel.mesh.batch).tolist()
-    where = f"step {step + 1} is not finite; no weight was changed by it"
-    for rank, (loss_is_bad, parameter) in enumerate(found):
-        if loss_is_bad or parameter >= 0:
-            what = "the loss" if loss_is_bad else "a gradient"
-            first = (
-                f"; the backward meets it first in {backward_order[parameter][0]}" if parameter >= 0 else ""
-            )
-            return f"{where}: {what} is not finite on rank {parallel.mesh.batch.ranks[rank]}{first}"
-    return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory used so far: of the device on CUDA, resident memory of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # POSIX only
-    import sys
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,9 +1,12 @@
-"""Weight gradients of linear layers: added in place into ``weight.grad``, at once or later.
+"""Weight gradients of linear and embedding layers: added in place into ``weight.grad``, at once or later.
 
 [Note: deferred weight gradients] The backward of a linear layer is two products: the input gradient, which
 the layer before waits for, and the weight gradient, which nobody waits for before the reduction. Zero-bubble
 schedules (Qi et al. 2023) run them at different times. `WeightGradients.deferred` collects the second
 products instead of running them; what it returns runs them.
+
+An embedding's gradient is one addition of rows into the float32 (or higher) buffer. It is always at once, and
+never summed in a lower precision: frequent tokens would stop to count.
 
 The object that decides is passed to each layer when `WeightGradients.attach_` replaces the layer's forward,
 and rides along in the autograd graph. It is no global and no thread-local: two models do not mix, and the
@@ -21,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 
 class WeightGradients:
-    """Takes over the weight gradients of a model's linear layers.
+    """Takes over the weight gradients of a model's linear and embedding layers.
 
     Weights must have a ``.grad`` of their own shape from the start; it may be of a higher precision than the
     weight. A weight that one linear layer alone uses is *written* by its first product of a step and added to
@@ -35,7 +38,7 @@ class WeightGradients:
         self._zeroed: list[Tensor] = []
 
     def attach_(self, model: nn.Module) -> None:
-        """Replace the forward of every `nn.Linear` in ``model``; parameters and names stay as they are."""
+        """Replace the forward of every `nn.Linear` and `nn.Embedding`; parameters and names stay."""
         uses: dict[Tensor, list[nn.Module]] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -47,7 +50,9 @@ class WeightGradients:
                 self._zeroed.append(weight)
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = _forward_of(module, self)  # type: ignore[method-assign, assignment]
+                module.forward = _linear(module, self)  # type: ignore[method-assign, assignment]
+            elif type(module) is nn.Embedding:
+                module.forward = _embedding(module, self)  # type: ignore[method-assign, assignment]
 
     def begin_step_(self) -> None:
         """Forget the gradients of the last step."""
@@ -85,6 +90,18 @@ class WeightGradients:
             self._queue.append(lambda: self._add(weight, bias, x, gradient))
         else:
             self._add(weight, bias, x, gradient)
+
+    def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of an embedding.
+
+        Args:
+            weight: (vocabulary, channels).
+            ids: (...), of the rows that were looked up.
+            gradient: (..., channels).
+        """
+        total = _gradient_of(weight)
+        with torch.no_grad():
+            total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(total.dtype))
 
     def _add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
@@ -124,11 +141,40 @@ class _Linear(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-def _forward_of(layer: nn.Linear, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
+class _Embedding(torch.autograd.Function):
+    """Rows of the weight, whose backward hands their gradients to `WeightGradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, sink: WeightGradients) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.sink = sink
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ids, weight = ctx.saved_tensors
+        ctx.sink.add_rows(weight, ids, gradient)
+        return None, None, None
+
+
+def _linear(layer: nn.Linear, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _Linear.apply(x, layer.weight, layer.bias, sink)
         return F.linear(x, layer.weight, layer.bias)
+
+    return forward
+
+
+def _embedding(layer: nn.Embedding, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
+    assert layer.padding_idx is None, "an embedding with a padding row has its own gradient"
+    assert layer.max_norm is None, "an embedding with a maximal norm changes its weight in the forward"
+
+    def forward(ids: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Embedding.apply(ids, layer.weight, sink)
+        return F.embedding(ids, layer.weight)
 
     return forward
 

@@ -1,6 +1,6 @@
 """``fourfold prepare``: tokenize a corpus ahead of a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from fourfold.data import Prepared, Tokenizer
     from fourfold.data.prepare import Progress
+    from fourfold.specs import DataSection
 
 
 def prepare(
@@ -25,6 +26,9 @@ def prepare(
     held_out: Annotated[
         float | None, typer.Option(help="Fraction kept apart for evaluation. Default: 0.02.")
     ] = None,
+    field: Annotated[
+        str | None, typer.Option(help="The JSONL field or Parquet column with the text. Default: text.")
+    ] = None,
 ) -> None:
     """Tokenize a corpus into the cache, where `fourfold train` finds it."""
     from fourfold.data import load_tokenizer
@@ -35,12 +39,12 @@ def prepare(
         data = RunSpec.load(sources[0]).data
     else:
         data = DataSection(source=tuple(sources))
-    asked = {"tokenizer": tokenizer, "held_out": held_out}
+    asked = {"tokenizer": tokenizer, "held_out": held_out, "field": field}
     data = DataSection.model_validate(
         {**data.model_dump(), **{name: value for name, value in asked.items() if value is not None}}
     )
     loaded = load_tokenizer(data.tokenizer)
-    prepared = prepare_with_bar(data.source, loaded, data.held_out)
+    prepared = prepare_with_bar(data, loaded)
     for part, tokens in (("training", prepared.train), ("held out", prepared.held_out)):
         typer.echo(
             f"{part}: {tokens.num_tokens:,} tokens in {tokens.num_documents:,} documents, {tokens.path}"
@@ -50,12 +54,12 @@ def prepare(
     )
 
 
-def prepare_with_bar(source: Sequence[str], tokenizer: "Tokenizer", held_out: float) -> "Prepared":
+def prepare_with_bar(data: "DataSection", tokenizer: "Tokenizer") -> "Prepared":
     """Prepare a corpus with a progress bar on stderr; nothing is shown where it is in the cache already."""
     from fourfold.data import prepare as prepare_corpus
 
     with _bar() as report:
-        return prepare_corpus(source, tokenizer, held_out, progress=report)
+        return prepare_corpus(data.source, tokenizer, data.held_out, field=data.field, progress=report)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ LONGEST_DOCUMENT_BYTES = 2**26
 BINARY_CHECK_BYTES = 8192
 """A file with a zero byte among its first bytes is binary (the rule of git)."""
 
+FIELDS_SHOWN = 20
+"""Of a record without the text field, this many of its fields are named."""
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 """Folders that are passed over: compiled and installed Python."""
@@ -234,7 +236,9 @@ def _text_field(line: str, field: str, place: str) -> str:
 
 def _missing_field(place: str, field: str, fields: list[str]) -> str:
     """Return the message for a record without the text field."""
-    there = ", ".join(fields) or "none"
+    there = ", ".join(fields[:FIELDS_SHOWN]) or "none"
+    if len(fields) > FIELDS_SHOWN:
+        there += f" and {len(fields) - FIELDS_SHOWN} more"
     return f"{place} has no field '{field}', the text; its fields: {there}.{nearest(field, fields)}"
 
 

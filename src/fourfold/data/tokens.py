@@ -1,5 +1,6 @@
 """The token file: the token ids of a corpus and where its documents start, read through a memory map."""
 
+import hashlib
 import json
 import os
 import socket
@@ -24,6 +25,8 @@ from fourfold.errors import UserError
 MAGIC = "fourfold tokens"
 VERSION = 1
 HEADER_BYTES = 4096
+# A fingerprint reads this many blocks of so many elements.
+SAMPLE_BLOCKS, SAMPLE_BLOCK = 256, 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -137,6 +140,19 @@ class TokenFile:
             )
         self.tokens = self._map(dtype, HEADER_BYTES, self.num_tokens)
         self.document_starts = self._map(np.dtype("<i8"), starts_at, self.num_documents)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the sizes and of a sample of the content, the same wherever the file lies.
+
+        The sample is spread evenly over the file, and all of a small one: reading it takes milliseconds.
+        """
+        sizes = [self.vocab_size, self.end_of_text, self.num_tokens, self.num_documents]
+        found = hashlib.sha256(json.dumps(sizes).encode())
+        for array in (self.tokens, self.document_starts):
+            last = max(len(array) - SAMPLE_BLOCK, 0)
+            for start in np.unique(np.linspace(0, last, SAMPLE_BLOCKS).astype(np.int64)).tolist():
+                found.update(array[start : start + SAMPLE_BLOCK].tobytes())
+        return found.hexdigest()[:16]
 
     def _map(self, dtype: np.dtype[Any], offset_bytes: int, count: int) -> NDArray[Any]:
         """Return `count` elements of the file as a read-only array."""

@@ -1,15 +1,15 @@
 """Meeting the other ranks: the store, the agreement on what is run, the process group."""
 
-import hashlib
 import json
 import os
-import platform
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
+from platform import python_version
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,12 @@ from fourfold.launch.job import JobEnvironment
 
 # How long ranks may take to appear: nodes of one job start minutes apart.
 MEETING_SECONDS = 300.0
+# How long ranks wait for one that works for all of them, on a task that may be long.
+TASK_SECONDS = 24 * 3600.0
+# Who waits says so this often.
+MESSAGE_SECONDS = 30.0
+# A rank that fails says so under this key.
+FAILED = "failed"
 # How long a store may take to answer once its port does. Something else listens there after that.
 ANSWER_SECONDS = 20.0
 
@@ -62,47 +68,51 @@ def versions() -> dict[str, object]:
     return {
         "version of fourfold": fourfold.__version__,
         "version of torch": torch.__version__,
-        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of Python": python_version().rpartition(".")[0],
     }
 
 
 def agree(store: dist.Store, job: JobEnvironment, items: Mapping[str, object], *, seconds: float) -> None:
-    """Compare the items of all ranks with those of rank 0, before any group exists.
+    """Compare the items of all ranks with those of rank 0. A store serves for one agreement.
 
     Raises UserError on all ranks, naming each differing item with a rank that has it, and where a rank
     does not come in time. Seen in horovod#2640: ranks with different configurations hang.
     """
-    # [Note: agreement] Only a digest travels from every rank. The items themselves are fetched where the
-    # digests differ, so that the check costs two small messages a rank.
-    text = json.dumps({name: str(value) for name, value in items.items()}, sort_keys=True)
-    store.set(f"items/{job.rank}", text if job.rank == 0 else "")
-    if job.rank != 0:
-        reference = wait_for(store, "items/0", seconds=seconds).decode()
-        same = hashlib.sha256(reference.encode()).digest() == hashlib.sha256(text.encode()).digest()
-        verdict = [] if same else _differences(json.loads(reference), json.loads(text), job.rank)
-        store.set(f"verdict/{job.rank}", json.dumps(verdict))
+    # [Note: agreement] No collective is needed, so this works before any group exists. The items of rank 0
+    # travel to every rank, which compares them with its own and answers with the lines that differ: on
+    # agreement an empty list. Rank 0 puts the answers together, so that all ranks say the same.
+    mine = {name: str(value) for name, value in items.items()}
+    if job.rank == 0:
+        store.set("items", json.dumps(mine))
+        store.set("verdict", json.dumps(_all_verdicts(store, job, seconds)))
     else:
-        store.set("verdict/all", json.dumps(_all_verdicts(store, job.world_size, seconds)))
-    problems = json.loads(wait_for(store, "verdict/all", seconds=2 * seconds))
+        reference = json.loads(wait_for(store, "items", seconds=seconds))
+        store.set(f"verdict/{job.rank}", json.dumps(_differences(reference, mine, job.rank)))
+    # Rank 0 may have started to wait for the others only now.
+    problems = json.loads(wait_for(store, "verdict", seconds=2 * seconds))
     if problems:
         raise UserError(*problems)
 
 
-def _all_verdicts(store: dist.Store, world_size: int, seconds: float) -> list[str]:
+def _all_verdicts(store: dist.Store, job: JobEnvironment, seconds: float) -> list[str]:
     """Return what is wrong according to any rank. Only rank 0 asks."""
+    others = range(1, job.world_size)
+    verdicts: list[str] = []
     deadline = time.monotonic() + seconds
-    while not store.check([f"verdict/{rank}" for rank in range(1, world_size)]):
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(1, world_size) if not store.check([f"verdict/{rank}"])]
+    for rank in others:
+        try:
+            left = max(deadline - time.monotonic(), 0.0)
+            what = f"waiting for rank {rank} of {job.world_size}"
+            verdicts += json.loads(wait_for(store, f"verdict/{rank}", seconds=left, message=what))
+        except WaitedTooLong:
+            missing = [rank for rank in others if not store.check([f"verdict/{rank}"])]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             return [
-                f"{len(missing)} of {world_size} ranks did not come within {seconds:.0f} s (ranks {shown}): "
-                "start one process a rank (under Slurm: with srun), all with the same MASTER_ADDR "
-                "and MASTER_PORT"
+                f"{len(missing)} of {job.world_size} ranks did not come within {seconds:.0f} s "
+                f"(ranks {shown}): start one process a rank (under Slurm: with srun), all with the same "
+                "MASTER_ADDR and MASTER_PORT"
             ]
-        time.sleep(0.01)
-    verdicts = [json.loads(store.get(f"verdict/{rank}")) for rank in range(1, world_size)]
-    return [line for verdict in verdicts for line in verdict][:10]
+    return verdicts[:10]
 
 
 def _differences(reference: dict[str, str], mine: dict[str, str], rank: int) -> list[str]:
@@ -117,20 +127,31 @@ def _differences(reference: dict[str, str], mine: dict[str, str], rank: int) -> 
     return lines
 
 
-def wait_for(store: dist.Store, key: str, *, seconds: float = float("inf")) -> bytes:
+class WaitedTooLong(RunStopped):
+    """Another rank did not do its part in time."""
+
+
+def wait_for(store: dist.Store, key: str, *, seconds: float, message: str = "") -> bytes:
     """Return the value of a key once another rank has set it.
 
-    Raises RunStopped after ``seconds``, or when the store, and so rank 0, went away.
+    ``message`` says what is waited for; it is printed on stderr every ``MESSAGE_SECONDS``. Raises
+    WaitedTooLong after ``seconds``, and RunStopped when a rank failed or the store, and so rank 0, went away.
     """
-    deadline = time.monotonic() + seconds
+    began = said = time.monotonic()
     try:
         while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise RunStopped(f"waited {seconds:.0f} s for another rank ({key})")
+            if store.check([FAILED]):
+                raise RunStopped(f"rank {store.get(FAILED).decode()} failed")
+            now = time.monotonic()
+            if now - began > seconds:
+                raise WaitedTooLong(f"{message or 'waiting for another rank'}: not done within {seconds:.0f} s")
+            if message and now - said >= MESSAGE_SECONDS:
+                print(f"{message}, waited {now - began:.0f} s", file=sys.stderr, flush=True)
+                said = now
             time.sleep(0.01)
         return store.get(key)
     except dist.DistError as error:
-        raise RunStopped("rank 0 went away before all ranks had started") from error
+        raise RunStopped("rank 0 went away") from error
 
 
 def _device(job: JobEnvironment, device_type: str) -> torch.device | None:

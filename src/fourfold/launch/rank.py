@@ -59,6 +59,28 @@ class Rank:
                 self.job, device_type=device_type, agree_on=agree_on, timeout_seconds=timeout_seconds
             )
 
+    def agree(self, name: str, items: Mapping[str, object]) -> None:
+        """Agree with the other ranks on more items, once they can be known; ``name`` is used once.
+
+        The other ranks may come much later, so this waits as long as for a task. Raises UserError on all
+        ranks, naming what differs.
+        """
+        if self._store is not None:
+            from torch.distributed import PrefixStore
+
+            from fourfold.launch.connect import TASK_SECONDS, agree
+
+            agree(PrefixStore(name, self._store), self.job, items, seconds=TASK_SECONDS)
+
+    def failed(self) -> None:
+        """Tell ranks that wait for a task of this one that it will not come."""
+        if self._store is not None:
+            from fourfold.launch.connect import FAILED
+
+            # The store may be gone with rank 0; then nobody waits at it any more.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(FAILED, str(self.job.rank))
+
     def on_first(self, name: str, task: Callable[[], Result]) -> Result | None:
         """Run the task on rank 0 and return its result there, None on the others, which wait for its end.
 

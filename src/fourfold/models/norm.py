@@ -50,6 +50,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         t = n * grad
         weight_high = weight.to(scale.dtype)
         mean = (t @ weight_high).div_(-x.shape[-1]).unsqueeze(-1).mul_(scale)
-        dweight = t.view(-1, t.shape[-1]).sum(0).to(weight.dtype)
+        # In float32 or higher: autograd rounds it to the dtype that the parameter's gradient is kept in.
+        dweight = t.view(-1, t.shape[-1]).sum(0)
         dx = n.mul_(mean).addcmul_(torch.mul(grad, weight_high, out=t), scale)
         return dx.to(x.dtype), dweight, None

@@ -227,7 +227,7 @@ class RunSpec(Spec):
         return problems
 
     def problems(self, *, vocab_size: int | None = None, world_size: int | None = None) -> list[str]:
-        """Return every rule that the layout breaks for this run, what cannot be run yet included.
+        """Return every rule between model, data and layout that this run breaks, and what cannot be run yet.
 
         ``vocab_size`` is the tokenizer's and ``world_size`` the number of ranks, None while not known.
         """
@@ -235,7 +235,15 @@ class RunSpec(Spec):
             model = self.model.spec(1 if vocab_size is None else vocab_size)
         except UserError as error:
             return list(error.messages)
+        problems = []
+        length, longest = self.data.sequence_length, model.max_position_embeddings
+        if length > longest:
+            problems.append(
+                f"data.sequence_length={length} is more than model.max_position_embeddings={longest}: "
+                f"use data.sequence_length={longest} or less, or model.max_position_embeddings={length} or more"
+            )
         return [
+            *problems,
             *self.layout.problems(
                 model,
                 batch=self.training.batch,
@@ -254,8 +262,8 @@ class RunSpec(Spec):
 
 
 SECTION_KEYS: dict[str, tuple[str, ...]] = {
-    # `overrides` is how Python code gives the sizes; in a run file they stand in the section itself.
-    "model": ("preset", "config", *ModelSpec.model_fields, "overrides"),
+    # The sizes stand in the section itself; `ModelSection.overrides` is for Python code.
+    "model": ("preset", "config", *ModelSpec.model_fields),
     "data": tuple(DataSection.model_fields),
     "training": tuple(TrainingSection.model_fields),
     "optimizer": tuple(OptimizerSection.model_fields),
@@ -276,7 +284,4 @@ def _unknown_key(section: str, key: str) -> str:
     own = SECTION_KEYS[section] if section else tuple(RunSpec.model_fields)
     elsewhere = [f"{name}.{other}" for name, keys in SECTION_KEYS.items() for other in keys]
     hint = nearest(key, own) or nearest(where, elsewhere)
-    shown = [name for name in own if name != "overrides"]
-    return (
-        f"{where} does not exist.{hint} {f'[{section}]' if section else 'The file'} has: {', '.join(shown)}"
-    )
+    return f"{where} does not exist.{hint} {f'[{section}]' if section else 'The file'} has: {', '.join(own)}"

@@ -1,5 +1,6 @@
 """The base of every spec: frozen, closed to unknown keys, and its mistakes are ``UserError``s."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ KINDS = {
     "dict_type": "a table",
     "model_type": "a table",
 }
+
+# Divisors are only for advice in messages: looking for them must not take longer than the eye notices.
+_LARGEST_TRIED = 2**20
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
@@ -119,8 +123,12 @@ def _spec_type(annotation: Any) -> type[Spec] | None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, in order."""
-    return [value for value in range(1, number + 1) if number % value == 0]
+    """Return the divisors of a positive number, in order.
+
+    Those up to ``_LARGEST_TRIED`` and their partners: of a number above its square, some may be left out.
+    """
+    small = [v for v in range(1, min(math.isqrt(number), _LARGEST_TRIED) + 1) if number % v == 0]
+    return sorted({*small, *(number // value for value in small)})
 
 
 def nearby(values: Iterable[int], asked: int, limit: int = 6) -> str:

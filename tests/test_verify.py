@@ -1,0 +1,302 @@
+"""The oracle catches what goes wrong: each fault is put into real ranks, and must be found and named."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fourfold.batch.units import Unit
+from fourfold.collectives import Pending
+from fourfold.data import Dataset, SyntheticDataset
+from fourfold.mesh import Axis, Mesh
+from fourfold.models import IGNORE, Microbatch
+from fourfold.parallel_model import ParallelModel
+from fourfold.program import Action, Kind
+from fourfold.specs import Layout, ModelSpec
+from fourfold.verify import Verification, verify
+from tests.ranks import RankPool
+
+TINY = ModelSpec.preset("tiny")
+DATA = SyntheticDataset(TINY.vocab_size, sequence_length=24, seed=3)
+PARAMETERS = set(TINY.parameter_shapes())
+SEGMENT = 2
+IN_SEGMENT = {name for name in PARAMETERS if name.startswith("model.layers.1.")}
+HIT = "model.layers.1.mlp.up_proj.weight"
+
+Update = Callable[[Tensor], None]
+Fault = Callable[[pytest.MonkeyPatch], Dataset]
+
+step_without_fault = ParallelModel.step
+reduce_without_fault = Unit.reduce
+
+
+def found(fault: Fault, steps: int, options: dict[str, Any]) -> Verification:
+    """Run `verify` on this rank with the fault in place; the rank lives on, so the fault is taken out again."""
+    with pytest.MonkeyPatch.context() as patch:
+        data = fault(patch)
+        return verify(TINY, Mesh(Layout(dp=2)), data, batch=6, steps=steps, **options)
+
+
+def outcome(ranks: RankPool, fault: Fault, steps: int = 1, **options: Any) -> Verification:
+    results = ranks(2, found, fault, steps, options)
+    assert results[0] == results[1], "ranks disagree about the outcome"
+    return results[0]
+
+
+def failing(verification: Verification) -> dict[str, Any]:
+    """What is outside its tolerance."""
+    return {
+        "loss": not verification.loss.passes,
+        "norm": not verification.norm.passes,
+        "gradients": {difference.name for difference in verification.gradients if not difference.passes},
+        "weights": {difference.name for difference in verification.weights if not difference.passes},
+        "tokens": not verification.tokens_agree,
+    }
+
+
+def none_in_place(patch: pytest.MonkeyPatch) -> Dataset:
+    return DATA
+
+
+def test_without_a_fault_nothing_fails(ranks: RankPool) -> None:
+    """So what the other tests find is what they put in; and every parameter is compared, by name."""
+    verification = outcome(ranks, none_in_place, steps=2)
+    assert verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": False, "gradients": set(), "weights": set(), "tokens": False,
+    }  # fmt: skip
+    for differences in (verification.gradients, verification.weights):
+        assert {difference.name for difference in differences} == PARAMETERS
+        assert len(differences) == len(PARAMETERS)
+
+
+def without_one_reduction(patch: pytest.MonkeyPatch) -> Dataset:
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        actions = [a for a in self.program.ranks[0] if a != Action(Kind.REDUCE, SEGMENT)]
+        return self.executor.step(actions, batches, valid_tokens=valid_tokens, update=update)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def test_a_skipped_reduction(ranks: RankPool) -> None:
+    """Every rank keeps its own gradient of one layer: exactly that layer's parameters are named."""
+    verification = outcome(ranks, without_one_reduction)
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": True, "gradients": IN_SEGMENT, "weights": IN_SEGMENT, "tokens": False,
+    }  # fmt: skip
+    assert verification.to_json()["gradient_worst"] in IN_SEGMENT
+
+
+def mean_over_ranks(patch: pytest.MonkeyPatch) -> Dataset:
+    def reduce(self: Unit, axis: Axis) -> Pending:
+        self.gradient /= axis.size
+        return reduce_without_fault(self, axis)
+
+    patch.setattr(Unit, "reduce", reduce)
+    return DATA
+
+
+def test_a_mean_over_ranks(ranks: RankPool) -> None:
+    """All gradients, and the norm, are half of what they should be; an optimizer like Adam would hide it."""
+    verification = outcome(ranks, mean_over_ranks)
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": True, "gradients": PARAMETERS, "weights": PARAMETERS, "tokens": False,
+    }  # fmt: skip
+    assert verification.norm.error == pytest.approx(0.5)
+    assert [difference.error for difference in verification.gradients] == pytest.approx(
+        [0.5] * len(PARAMETERS)
+    )
+
+
+def local_token_count(patch: pytest.MonkeyPatch) -> Dataset:
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        local = sum(int((batch.labels_BS != IGNORE).sum()) for batch in batches)
+        return step_without_fault(self, batches, valid_tokens=local, update=update)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def test_a_division_by_the_local_token_count(ranks: RankPool) -> None:
+    """Each rank divides by its own labels, and they differ: gradients have neither sum nor scale."""
+    verification = outcome(ranks, local_token_count)
+    assert len(set(verification.valid_tokens)) == 2
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": True, "gradients": PARAMETERS, "weights": PARAMETERS, "tokens": False,
+    }  # fmt: skip
+
+
+def rows_of_a_rank_left_out(patch: pytest.MonkeyPatch) -> Dataset:
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        if self.mesh.rank == 1:
+            batches = [replace(b, labels_BS=torch.full_like(b.labels_BS, IGNORE)) for b in batches]
+        return step_without_fault(self, batches, valid_tokens=valid_tokens, update=update)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def test_the_rows_of_one_rank_left_out(ranks: RankPool) -> None:
+    verification = outcome(ranks, rows_of_a_rank_left_out)
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": True, "norm": True, "gradients": PARAMETERS, "weights": PARAMETERS, "tokens": False,
+    }  # fmt: skip
+    of_both, of_rank_0 = sum(verification.valid_tokens), verification.valid_tokens[0]
+    assert verification.loss.error == pytest.approx(1 - of_rank_0 / of_both, abs=0.05)
+
+
+@dataclass(frozen=True)
+class TheSameRowsForAll(SyntheticDataset):
+    """Every rank is given the rows of rank 0."""
+
+    def rows(self, step: int, batch: int, rows: range) -> Microbatch:
+        """Return the first rows, unless all or single rows are asked for, as the reference does."""
+        shifted = range(len(rows)) if 1 < len(rows) < batch else rows
+        return super().rows(step, batch, shifted)
+
+
+def rows_taken_twice(patch: pytest.MonkeyPatch) -> Dataset:
+    return TheSameRowsForAll(TINY.vocab_size, 24, seed=3)
+
+
+def test_rows_taken_twice(ranks: RankPool) -> None:
+    """All ranks compute on the first rank's rows: the count of labels does not fit, nor anything else."""
+    verification = outcome(ranks, rows_taken_twice)
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": True, "norm": True, "gradients": PARAMETERS, "weights": PARAMETERS, "tokens": True,
+    }  # fmt: skip
+
+
+def change_gradient(change: Callable[[Tensor], Tensor], patch: pytest.MonkeyPatch) -> Dataset:
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        def changed(loss_sum: Tensor) -> None:
+            gradient = dict(self.named_gradients())[HIT]
+            gradient.copy_(change(gradient))
+            update(loss_sum)
+
+        return step_without_fault(self, batches, valid_tokens=valid_tokens, update=changed)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def slightly_larger(gradient: Tensor) -> Tensor:
+    return gradient * (1 + 1e-8)
+
+
+def one_element_not_a_number(gradient: Tensor) -> Tensor:
+    gradient[3, 1] = torch.nan
+    return gradient
+
+
+def test_a_gradient_larger_by_one_in_a_hundred_million(ranks: RankPool) -> None:
+    verification = outcome(ranks, partial(change_gradient, slightly_larger))
+    assert not verification.passes
+    assert failing(verification)["gradients"] == {HIT}
+    assert verification.to_json()["gradient_worst"] == HIT
+    assert verification.gradients[0].error == pytest.approx(1e-8, rel=1e-3)
+    assert verification.loss.passes
+
+
+def test_a_gradient_with_one_element_that_is_not_a_number(ranks: RankPool) -> None:
+    verification = outcome(ranks, partial(change_gradient, one_element_not_a_number))
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": True, "gradients": {HIT}, "weights": {HIT}, "tokens": False,
+    }  # fmt: skip
+    assert verification.gradients[0].error == float("inf")
+
+
+def drift_on_one_rank(patch: pytest.MonkeyPatch) -> Dataset:
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        def drifting(loss_sum: Tensor) -> None:
+            update(loss_sum)
+            if self.mesh.rank == 1:
+                dict(self.named_masters())[HIT][3, 1] += 1e-6
+
+        return step_without_fault(self, batches, valid_tokens=valid_tokens, update=drifting)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def test_a_weight_that_drifts_on_one_rank(ranks: RankPool) -> None:
+    """One element on rank 1 after the update, by 1e-6. Every rank learns of it, not rank 1 alone."""
+    verification = outcome(ranks, drift_on_one_rank)
+    assert not verification.passes
+    assert failing(verification) == {
+        "loss": False, "norm": False, "gradients": set(), "weights": {HIT}, "tokens": False,
+    }  # fmt: skip
+    later = outcome(ranks, drift_on_one_rank, steps=3)
+    assert not later.norm.passes
+    assert later.weights[0].name == HIT
+
+
+@dataclass(frozen=True)
+class OneTokenTooMany(SyntheticDataset):
+    """Says that one more label counts than is there."""
+
+    def valid_tokens(self, step: int, batch: int) -> int:
+        """Return the wrong number."""
+        return super().valid_tokens(step, batch) + 1
+
+
+def one_token_too_many(patch: pytest.MonkeyPatch) -> Dataset:
+    return OneTokenTooMany(TINY.vocab_size, 24, seed=3)
+
+
+def test_a_wrong_count_of_valid_tokens(ranks: RankPool) -> None:
+    """The reference divides by the same wrong count, so nothing differs: the count itself must be checked."""
+    verification = outcome(ranks, one_token_too_many)
+    assert not verification.passes
+    assert verification.to_json()["pass"] is False
+    assert failing(verification) == {
+        "loss": False, "norm": False, "gradients": set(), "weights": set(), "tokens": True,
+    }  # fmt: skip
+
+
+def test_a_mean_over_ranks_in_low_precision(ranks: RankPool) -> None:
+    """The tolerance of bfloat16 is wide, not blind."""
+    for dtype in ("float32", "bfloat16"):
+        verification = outcome(ranks, mean_over_ranks, dtype=dtype)
+        assert not verification.passes
+        assert not verification.norm.passes
+        assert not any(difference.passes for difference in verification.gradients)
+
+
+def parameter_left_out(patch: pytest.MonkeyPatch) -> Dataset:
+    for method in ("named_gradients", "named_masters"):
+        without_fault = getattr(ParallelModel, method)
+
+        def named(
+            self: ParallelModel, inner: Callable[[ParallelModel], Any] = without_fault
+        ) -> dict[str, Tensor]:
+            return {name: tensor for name, tensor in inner(self) if name != HIT}.items()
+
+        patch.setattr(ParallelModel, method, named)
+    return DATA
+
+
+def test_x(ranks: RankPool) -> None:
+    verification = outcome(ranks, parameter_left_out)
+    assert not verification.passes
