@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.ranks import RankPool
+
+# Like the rank processes of the tests: several that use all cores would wait for each other.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

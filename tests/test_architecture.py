@@ -1,11 +1,15 @@
 """The floors, held: imports go down only, floor 0 needs no torch, one place communicates."""
 
 import ast
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import fourfold
 
 PACKAGE = Path(__file__).parent.parent / "src" / "fourfold"
 
@@ -48,10 +52,15 @@ AXIS_FOLDERS = {"layer", "batch", "sequence", "channel"}
 
 COMMUNICATION = {
     "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather",
-    "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all", "all_to_all_single",
-    "broadcast", "broadcast_object_list", "reduce", "scatter", "gather", "send", "recv", "isend", "irecv",
-    "batch_isend_irecv", "barrier", "monitored_barrier",
+    "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_gather_tensor", "all_to_all",
+    "all_to_all_single", "broadcast", "broadcast_object_list", "reduce", "scatter", "scatter_object_list",
+    "gather", "gather_object", "send", "recv", "isend", "irecv", "send_object_list", "recv_object_list",
+    "batch_isend_irecv", "barrier", "monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced",
 }  # fmt: skip
+"""Functions of torch.distributed and its submodules."""
+
+GROUP_METHODS = {"allreduce", "allgather", "alltoall", "alltoall_base", "_allgather_base"}
+"""Methods of a process group that do the same; nothing else has these names."""
 
 
 def module_name(path: Path) -> str:
@@ -153,19 +162,112 @@ def test_floor_0_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def communication_in(source: str) -> list[str]:
+    """The places where Python source communicates by torch, as written there."""
+    tree = ast.parse(source)
+    modules = {"torch.distributed", "dist", "distributed"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname for alias in node.names if alias.asname and is_distributed(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if not is_distributed(full):
+                    continue
+                if alias.name in COMMUNICATION or alias.name == "*":
+                    found.append(ast.unparse(node))
+                else:
+                    modules.add(alias.asname or alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            of_module = owner in modules or is_distributed(owner)
+            if (of_module and node.attr in COMMUNICATION) or node.attr in GROUP_METHODS:
+                found.append(ast.unparse(node))
+    return found
+
+
+def is_distributed(name: str) -> bool:
+    return name == "torch.distributed" or name.startswith("torch.distributed.")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.all_reduce(x)",
+        "import torch.distributed as td\ntd.barrier()",
+        "from torch import distributed\ndistributed.send(x, 1)",
+        "from torch import distributed as d\nd.all_gather_object(out, x)",
+        "from torch.distributed import all_gather",
+        "from torch.distributed import ReduceOp, all_gather as gather_all",
+        "from torch.distributed import *",
+        "from torch.distributed.nn.functional import all_to_all_single",
+        "import torch.distributed.nn.functional as nnf\nnnf.all_gather(x)",
+        "from torch.distributed.nn import functional\nfunctional.broadcast(x, 0)",
+        "import torch\ntorch.distributed.nn.functional.reduce_scatter(x, y)",
+        "import torch.distributed._functional_collectives as funcol\nfuncol.all_gather_tensor(x, 0, g)",
+        "reduce = torch.distributed.reduce",
+        "axis.group.allreduce([x])",
+    ],
+)
+def test_communication_is_seen_however_it_is_written(source: str) -> None:
+    assert communication_in(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.init_process_group('gloo')",
+        "from torch.distributed import ReduceOp, TCPStore",
+        "from fourfold.collectives import all_reduce_, broadcast_\nall_reduce_(x, axis)",
+        "from functools import reduce\nunit.reduce(axis)",
+        "x.scatter(0, index, y)\ntorch.gather(x, 0, index)",
+    ],
+)
+def test_what_is_no_communication_is_left_alone(source: str) -> None:
+    assert not communication_in(source)
+
+
 def test_only_collectives_communicate() -> None:
     for module, path in MODULES.items():
-        if module.split(".")[0] == "collectives":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Attribute)
-                and node.attr in COMMUNICATION
-                and isinstance(node.value, ast.Name)
-            ):
-                assert node.value.id not in ("dist", "distributed"), (
-                    f"{module} communicates: {ast.unparse(node)}"
-                )
+        found = communication_in(path.read_text())
+        if module.split(".")[0] != "collectives":
+            assert not found, f"{module} communicates: {found}"
+    assert communication_in(MODULES["collectives.backend"].read_text())
+
+
+def test_public_names_are_what_their_modules_define() -> None:
+    """Also once every module is loaded: a submodule with a public name's spelling would take its place."""
+    for module in MODULES:
+        if module != "__main__":
+            import_module(f"fourfold.{module}")
+    assert fourfold.__all__ == sorted(fourfold._HOME)
+    for name, home in fourfold._HOME.items():
+        found = getattr(fourfold, name)
+        assert callable(found), f"fourfold.{name} is {found!r}"
+        assert found.__name__ == name
+        assert found is getattr(import_module(f"fourfold.{home}"), name)
+        assert found.__module__.startswith(f"fourfold.{home}")
+    with pytest.raises(AttributeError, match="module 'fourfold' has no attribute 'nothing'"):
+        _ = fourfold.nothing
+
+
+def test_every_floor_has_its_file() -> None:
+    unknown = [name for name in FLOORS if name not in MODULES]
+    assert not unknown, f"FLOORS names what is not there: {unknown}"
+
+
+def test_the_page_on_architecture_has_the_same_floors() -> None:
+    page = (PACKAGE.parent.parent / "ARCHITECTURE.md").read_text()
+    table = page.split("## The floors")[1].split("\n## ")[0]
+    written = {}
+    for line in table.splitlines():
+        if cells := re.fullmatch(r"\| (\d) \| (.*?) \|.*", line):
+            for name in re.findall(r"`([^`]+)`", cells[2]):
+                written[name.rstrip("/").replace("/", ".")] = int(cells[1])
+    assert written == {name: floor for name, floor in FLOORS.items() if name != "__main__"}
 
 
 def test_no_file_is_a_drawer() -> None:

@@ -28,6 +28,14 @@ def test_pictures_of_short_and_long_runs(steps: int, tmp_path: Path):
     assert size_of(tmp_path / "loss.png") == size_of(tmp_path / "throughput.png") == (1200, 675)
 
 
+@pytest.mark.parametrize("losses", [[math.nan], [5.0] * 300 + [math.nan], [5.0, math.inf]])
+def test_a_loss_that_is_not_finite_is_left_out(losses: list[float], tmp_path: Path):
+    draw_loss(tmp_path / "loss.png", losses, evaluations=[(1, 5.0), (2, math.nan)], unigram=3.0)
+    assert size_of(tmp_path / "loss.png") == (1200, 675)
+    draw_loss(tmp_path / "loss.png", losses, evaluations=[(1, math.nan)])
+    assert size_of(tmp_path / "loss.png") == (1200, 675)
+
+
 def test_smoothing_keeps_a_line_a_line():
     line = np.arange(10.0)
     assert _smooth(line, 5).tolist() == pytest.approx(line.tolist())

@@ -13,7 +13,7 @@ from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
 from fourfold.program import Span
 from fourfold.program.actions import Action, Kind
-from fourfold.reporting import Reporter, check_loggers, clock_time
+from fourfold.reporting import Reporter, check_loggers, clock_time, json_text
 from fourfold.specs import RunSpec
 from fourfold.training import EvaluationReport, StepReport
 
@@ -103,6 +103,12 @@ def test_nan_is_shown_and_kept_as_nan(tmp_path: Path):
             report(step(number, loss=math.nan if number == 10 else 2.0))
     assert [values["loss"] for values in lines(tmp_path)] == [2.0] * 9 + ["nan"]
     assert "step 10/10  loss nan" in shown(report)
+
+
+def test_json_has_no_word_for_infinity():
+    values = {"error": math.inf, "tolerances": {"loss": -math.inf}, "steps": 3, "pass": False, "mfu": None}
+    expected = {**values, "error": "inf", "tolerances": {"loss": "-inf"}}
+    assert json.loads(json_text(values), parse_constant=lambda constant: None) == expected
 
 
 def test_without_a_terminal_lines_are_few(tmp_path: Path):

@@ -35,7 +35,7 @@ reduce_without_fault = Unit.reduce
 
 
 def found(fault: Fault, steps: int, options: dict[str, Any]) -> Verification:
-    """Run `verify` on this rank with the fault in place; the rank lives on, so the fault is taken out again."""
+    """Run `verify` on this rank with the fault in place. The rank lives on: it is taken out again."""
     with pytest.MonkeyPatch.context() as patch:
         data = fault(patch)
         return verify(TINY, Mesh(Layout(dp=2)), data, batch=6, steps=steps, **options)
@@ -282,21 +282,3 @@ def test_a_mean_over_ranks_in_low_precision(ranks: RankPool) -> None:
         assert not verification.passes
         assert not verification.norm.passes
         assert not any(difference.passes for difference in verification.gradients)
-
-
-def parameter_left_out(patch: pytest.MonkeyPatch) -> Dataset:
-    for method in ("named_gradients", "named_masters"):
-        without_fault = getattr(ParallelModel, method)
-
-        def named(
-            self: ParallelModel, inner: Callable[[ParallelModel], Any] = without_fault
-        ) -> dict[str, Tensor]:
-            return {name: tensor for name, tensor in inner(self) if name != HIT}.items()
-
-        patch.setattr(ParallelModel, method, named)
-    return DATA
-
-
-def test_x(ranks: RankPool) -> None:
-    verification = outcome(ranks, parameter_left_out)
-    assert not verification.passes

@@ -103,6 +103,8 @@ class Executor:
         self._weight_gradients = weight_gradients
         self._batch_axis = batch_axis
         self._device = units[0].master.device
+        # After a failed step: collectives may still be writing into the gradient buffers.
+        self._is_reducing = False
         self.trace = Trace(self._device)
         """Of the last step."""
         self._run = {
@@ -136,6 +138,8 @@ class Executor:
             The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
             LOSS: of this rank's microbatches.)
         """
+        if self._is_reducing:
+            raise RuntimeError("a step failed while its gradients were being summed: build the model anew")
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self.trace = Trace(self._device)
         state = _Step(batches, valid_tokens, loss_sum, update, self.trace)
@@ -146,6 +150,7 @@ class Executor:
         except BaseException:
             for segment in self._segments:
                 segment.reset()
+            self._is_reducing = bool(state.pending) and self._batch_axis.size > 1
             raise
         return state.loss_sum
 

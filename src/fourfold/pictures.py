@@ -1,5 +1,6 @@
 """The pictures of a run: its loss and its throughput."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -38,10 +39,14 @@ def draw_loss(
     unigram: float | None = None,
     title: str = "",
 ) -> None:
-    """Draw the loss of every step from step 1 on, the held-out losses, and the unigram entropy as a line."""
+    """Draw the loss of every step from step 1 on, the held-out losses, and the unigram entropy as a line.
+
+    Losses that are not finite have no place and are left out.
+    """
     figure, axes = _figure(title)
     steps = np.arange(1, len(losses) + 1)
     values = np.asarray(losses, dtype=float)
+    values[~np.isfinite(values)] = np.nan  # left out of the line
     width = len(losses) // 100 * 2 + 1
     axes.plot(
         steps, values, color=LIGHT_BLUE if width > 1 else BLUE, linewidth=1, label="training, each step"
@@ -61,6 +66,7 @@ def draw_loss(
             ha="right",
             color=GREY,
         )
+    evaluations = [(step, loss) for step, loss in evaluations if math.isfinite(loss)]
     if evaluations:
         places, found = zip(*evaluations, strict=True)
         axes.plot(places, found, "o", color=ORANGE, markersize=6, label="held out", zorder=3)

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -147,12 +147,8 @@ class Reporter:
         return self.mfu(median(values["seconds"] for values in self.steps)) if self.steps else None
 
     def _write(self, values: dict[str, Any]) -> None:
-        """Append one line. What is no number is written as a string, since JSON has no nan."""
-        plain = {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
-        line = json.dumps(plain).encode() + b"\n"
+        """Append one line."""
+        line = json_text(values).encode() + b"\n"
         with writing(self._path):
             while line:
                 line = line[self._file.write(line) :]
@@ -187,6 +183,17 @@ class Reporter:
                 f"{clock_time(left)} left",
             ]
         )
+
+
+def json_text(values: Mapping[str, Any]) -> str:
+    """Return the values as a JSON object; infinity and nan, which JSON lacks, are ``"inf"`` and ``"nan"``."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(inner) for name, inner in value.items()}
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(values))
 
 
 def clock_time(seconds: float) -> str:

@@ -27,7 +27,7 @@ def generate(
     before the token `stop`. The same arguments give the same tokens. A new token costs the forward of that
     token alone. Where the text grows longer than the model's context, its latest half is read again; with
     rotary kinds that depend on the length of the text, all of it is read for every token. Raises `UserError`
-    for an empty prompt, ids outside the vocabulary and impossible settings.
+    for an empty prompt, ids outside the vocabulary, impossible settings, and logits that are not finite.
     """
     _check(model.spec, prompt_ids, tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
@@ -47,6 +47,8 @@ def generate(
                 for module in attentions:
                     module.attend = _KeyValueCache().attend
             logits_V = _last_logits(model, text[start + kept :], kept)
+            if not logits_V.isfinite().all():
+                raise UserError(_not_finite(model, len(text)))
             kept = len(text) - start
             token = _choose(logits_V, temperature, top_k, generator)
             if token == stop:
@@ -79,6 +81,17 @@ def _check(
         problems.append(f"top_k={top_k}: use 1 or more, or leave it out for all tokens")
     if problems:
         raise UserError(*problems)
+
+
+def _not_finite(model: Decoder, num_tokens: int) -> str:
+    """Return the message for a model that does not know what comes next."""
+    bad = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    where = (
+        f"weights are not finite, first in {bad[0]}"
+        if bad
+        else f"logits after {num_tokens} tokens are not finite"
+    )
+    return f"the model's {where}: its training diverged; train it again with a lower learning rate"
 
 
 class _KeyValueCache:

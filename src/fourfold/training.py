@@ -91,8 +91,8 @@ def train(
             on_report(evaluation)
             if not math.isfinite(evaluation.loss):
                 raise RunStopped(
-                    f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are broken; "
-                    "try a lower optimizer.learning_rate"
+                    f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are "
+                    "broken; try a lower optimizer.learning_rate"
                 )
     return trainer.parallel
 

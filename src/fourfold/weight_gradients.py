@@ -128,16 +128,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.sink = sink
+        ctx.save_for_backward(x)
+        # The parameters themselves, not saved copies: hooks on saved tensors may pack those elsewhere.
+        ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight, bias = ctx.saved_tensors
-        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
-        ctx.sink.add(weight, bias, x, gradient)
+        (x,) = ctx.saved_tensors
+        input_gradient = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
+        ctx.sink.add(ctx.weight, ctx.bias, x, gradient)
         return input_gradient, None, None, None
 
 
@@ -146,15 +147,15 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, sink: WeightGradients) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.sink = sink
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.sink = weight, sink
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ids, weight = ctx.saved_tensors
-        ctx.sink.add_rows(weight, ids, gradient)
+        (ids,) = ctx.saved_tensors
+        ctx.sink.add_rows(ctx.weight, ids, gradient)
         return None, None, None
 
 

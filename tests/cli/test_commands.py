@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import fourfold
+from fourfold.checkpoint import save_checkpoint
 from fourfold.cli import app
+from fourfold.cli.verify import _trial
+from fourfold.data import PackedDataset, SyntheticDataset, TokenFile
 from fourfold.errors import RunStopped
+from fourfold.models import IGNORE
+from fourfold.parallel_model import ParallelModel
+from fourfold.specs import ModelSpec
 
 RUN = """
 layout = "dp2"
@@ -27,6 +34,8 @@ batch = 4
 [optimizer]
 learning_rate = 1e-3
 """
+
+TRAIN = ["train", "run.toml", "--set"]
 
 
 @pytest.fixture
@@ -84,9 +93,25 @@ def test_python_m_fourfold():
             ["cannot read the tokenizer no.json: No such file or directory"],
         ),
         (
-            ["train", "run.toml", "--set", "data.sequence_length=5000"],
+            [*TRAIN, "data.sequence_length=5000", "--set", "model.max_position_embeddings=5000"],
             ["sequence_length=5000 needs 5001 tokens"],
         ),
+        (
+            [*TRAIN, "data.sequence_length=129"],
+            ["data.sequence_length=129 is more than model.max_position_embeddings=128: use"],
+        ),
+        ([*TRAIN, "training.batch=2000000001"], ["dp=2 does not divide batch=2000000001 (Batch axis): use"]),
+        (
+            ["train", "run.toml", "--layout", "dp1000", "--set", "training.batch=1000"],
+            ["1000 ranks on this machine are more than 8 for each of its "],
+        ),
+        (
+            ["verify", "--model", "tiny", "--layout", "dp1000"],
+            ["1000 ranks on this machine are more than 8 for each of its "],
+        ),
+        ([*TRAIN, "data.source=records.jsonl"], ["records.jsonl line 1 has no field 'text', the text; its"]),
+        ([*TRAIN, "model.overrides={hidden_size = 64}"], ["model.overrides does not exist."]),
+        (["verify", "run.toml", "--model", "tiny"], ["give a run file or --model, one of them"]),
         (
             ["train", "run.toml", "--set", "folder=corpus.txt"],
             ["cannot write into the run folder corpus.txt"],
@@ -123,6 +148,7 @@ def test_python_m_fourfold():
 )
 def test_a_mistake_has_one_message_for_each_problem(arguments: list[str], messages: list[str], folder: Path):
     (folder / "bad.parquet").write_bytes(b"PAR1 not really PAR1")
+    (folder / "records.jsonl").write_text(json.dumps({"code": "x = 1"}))
     result = fourfold_(*arguments)
     errors = [line for line in result.stderr.splitlines() if not line.startswith("tokenizing")]
     assert result.exit_code == 2
@@ -223,9 +249,110 @@ def test_verify_of_a_run_file_and_its_table(folder: Path):
     assert gradients == sorted(gradients, reverse=True), "the worst first"
 
 
-def test_verify_fails_with_status_1(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fourfold.verify.TOLERANCE", {"float64": -1.0})
+@pytest.fixture
+def gradient_off_by_a_millionth(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a parameter whose gradient is 1 + 1e-6 times what it should be."""
+    name, step = "model.layers.1.mlp.up_proj.weight", ParallelModel.step
+
+    def wrong_step(model: ParallelModel, batches, *, valid_tokens, update):
+        def wrong_update(loss_sum):
+            dict(model.named_gradients())[name].mul_(1 + 1e-6)
+            update(loss_sum)
+
+        return step(model, batches, valid_tokens=valid_tokens, update=wrong_update)
+
+    monkeypatch.setattr(ParallelModel, "step", wrong_step)
+    return name
+
+
+def test_verify_finds_a_wrong_gradient(gradient_off_by_a_millionth: str):
     result = fourfold_("verify", "--model", "tiny", "--layout", "dp1", "--steps", "1")
+    lines = [line.split() for line in result.stdout.splitlines()]
     assert result.exit_code == 1
-    assert "WRONG" in result.stdout
-    assert result.stdout.splitlines()[-1] == "FAIL"
+    worst, second, *_ = (line for line in lines if line[:2] == ["gradient", "of"])
+    assert (worst[2], worst[-1]) == (gradient_off_by_a_millionth, "WRONG")
+    assert float(worst[3]) == pytest.approx(1e-6, rel=0.01)
+    assert second[-1] == "ok"
+    [weights] = [line for line in lines if line[:2] == ["weights", "of"] and line[-1] == "WRONG"]
+    assert weights[2] == gradient_off_by_a_millionth
+    assert lines[-1] == ["FAIL"]
+
+
+def test_verify_prints_json_even_of_what_is_no_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fourfold.verify._tensor_error", lambda tensor, expected, scale: float("nan"))
+    result = fourfold_("verify", "--model", "tiny", "--layout", "dp1", "--steps", "1", "--json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    report = json.loads(result.stdout, parse_constant=refuse)
+    assert result.exit_code == 1
+    assert (report["gradient_error"], report["pass"]) == ("inf", False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "batch", "valid_by_rank"),
+    [
+        ("dp1", 1, 3, ["some"]),
+        ("dp2", 1, 4, ["some", "some"]),
+        ("dp4", 1, 4, ["some", "0", "some", "some"]),
+        ("dp4", 3, 12, ["some", "some", "some", "some"]),
+    ],
+)
+def test_verify_has_ranks_and_microbatches_without_a_label(
+    layout: str, microbatches: int, batch: int, valid_by_rank: list[str]
+):
+    trial = _trial(None, "tiny", layout, None, microbatches, 1, "float64", None)
+    assert trial.batch == batch
+    data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
+    rows = batch // (trial.layout.dp * microbatches)
+    counts = [
+        [
+            int((data.rows(0, batch, range(start, start + rows)).labels_BS != IGNORE).sum())
+            for start in range(rank * rows, batch, trial.layout.dp * rows)
+        ]
+        for rank in range(trial.layout.dp)
+    ]
+    assert ["some" if sum(count) else "0" for count in counts] == valid_by_rank
+    assert (min(map(min, counts)) == 0) == (rows == 1 and batch > 3), "a microbatch without any"
+
+
+def test_the_field_of_the_run_file_is_tokenised(folder: Path):
+    records = [{"text": "aaaa " * 40, "code": "x = 1\n" * 40} for _ in range(20)]
+    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = fourfold_("prepare", "records.jsonl").stdout
+    code = fourfold_("prepare", "records.jsonl", "--field", "code").stdout
+    assert text.startswith("training: 3,940 tokens in 20 documents, ")
+    assert code.startswith("training: 4,700 tokens in 20 documents, ")
+    (folder / "run.toml").write_text(RUN.replace('"corpus.txt"', '"records.jsonl"\nfield = "code"'))
+    trained = fourfold_("train", "run.toml", "--layout", "dp1", "--set", "sample.tokens=0")
+    assert trained.exit_code == 0
+    prepared = fourfold_("prepare", "run.toml")
+    assert prepared.stderr == "", "the run tokenized the same field"
+    path = prepared.stdout.splitlines()[0].split()[-1]
+    assert bytes(TokenFile(path).tokens[:6].tolist()) == b"x = 1\n"
+
+
+def test_an_evaluation_repeats_no_sequence(folder: Path):
+    trained = fourfold_("train", "run.toml", "--layout", "dp1", "--set", "evaluation.batches=500")
+    assert trained.exit_code == 0
+    there = PackedDataset(
+        TokenFile(next((folder / "cache").rglob("held_out.tokens"))), sequence_length=16, seed=0
+    )
+    assert there.num_sequences == 5
+    [line] = [line for line in trained.stdout.splitlines() if line.startswith("evaluation: ")]
+    assert line == (
+        "evaluation: 1 of evaluation.batches=500, since 5 held-out sequences make no more batches of 4"
+    )
+    lines = map(json.loads, (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["evaluation_valid_tokens"] for line in lines if "evaluation_loss" in line] == [64]
+
+
+def test_a_sample_of_a_broken_model_is_a_mistake(folder: Path):
+    spec = ModelSpec.preset("tiny").replace({"vocab_size": 257})
+    weights = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes().items()}
+    weights["model.norm.weight"][3] = float("nan")
+    save_checkpoint(folder / "model", weights=weights, spec=spec, step=1, tokenizer={})
+    result = fourfold_("sample", "model", "--prompt", "def")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: the model's weights are not finite, first in model.norm.weight: ")

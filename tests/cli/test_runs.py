@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,110 @@ def test_torchrun_starts_the_ranks(folder: Path):
     assert run.stdout.count("step 3/3") == 1, "rank 0 alone reports"
     assert (folder / "joined" / "checkpoint" / "model.safetensors").exists()
     assert sorted(path.name for path in folder.glob("joined*")) == ["joined"]
+
+
+def start_joined(
+    folder: Path, *arguments: str, each: Sequence[Sequence[str]] = ((), ()), local: bool = True
+) -> list[subprocess.Popen[str]]:
+    """Start two ranks of a job as torchrun does, on one machine or on one each, each with its own words."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = []
+    for rank, own in enumerate(each):
+        place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        if local:
+            place = {"LOCAL_RANK": str(rank)}
+        ranks.append(start(folder, *arguments, *own, RANK=str(rank), **job, **place))
+    return ranks
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_of_a_joined_job(folder: Path, killed: int):
+    name = f"killed-joined-{killed}"
+    ranks = start_joined(
+        folder, "train", "run.toml", "--set", "training.steps=100000", "--set", f"folder={name}"
+    )
+    metrics = folder / name / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+    ranks[killed].kill()
+    _, errors = ranks[1 - killed].communicate(timeout=SECONDS_TO_END)
+    ranks[killed].communicate()
+    assert ranks[1 - killed].returncode == 1
+    [message] = errors.splitlines()
+    start_of_it = rf"error: rank {1 - killed} lost the connection to another rank after step (\d+): "
+    found = re.match(start_of_it, message)
+    assert found, message
+    assert int(found[1]) >= 3
+
+
+def test_a_bad_corpus_of_a_joined_job(folder: Path):
+    (folder / "bad.parquet").write_bytes(b"PAR1 not really PAR1")
+    asked = ("--set", "data.source=bad.parquet", "--set", "folder=bad")
+    ranks = start_joined(folder, "train", "run.toml", *asked)
+    errors = [rank.communicate(timeout=SECONDS_TO_END)[1].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 1]
+    assert errors[0][-1].startswith("rank 0: error: bad.parquet is not a readable Parquet file")
+    assert len(errors[0]) == 2, "and the line that tokenizing started"
+    assert errors[1] == ["rank 1: error: rank 0 failed"]
+    assert not (folder / "bad").exists()
+
+
+def errors_on_two_machines(folder: Path, *own: str) -> list[list[str]]:
+    """Train on two machines with a corpus each, and return what each rank says is wrong."""
+    each = [["--set", f"data.source=machine-{rank}.txt", *(own if rank else ())] for rank in range(2)]
+    ranks = start_joined(folder, "train", "run.toml", "--set", "folder=machines", each=each, local=False)
+    errors = [rank.communicate(timeout=SECONDS_TO_END)[1].splitlines() for rank in ranks]
+    return [[line for line in lines if not line.startswith("tokenizing")] for lines in errors]
+
+
+def test_what_machines_have_to_agree_on(folder: Path):
+    text = "def main(): return 1\n" * 400
+    (folder / "machine-0.txt").write_text(text)
+    (folder / "machine-1.txt").write_text(text.replace("1", "2"))
+    errors = errors_on_two_machines(folder)
+    assert [len(lines) for lines in errors] == [2, 2]
+    for rank, lines in enumerate(errors):
+        for line, part in zip(lines, ("held-out", "training"), strict=True):
+            assert line.startswith(f"rank {rank}: error: ranks differ in the {part} part of the corpus: ")
+            assert re.search(r"(\d+ tokens in 1 documents) with hash \w+ on rank 1, \1 with hash", line)
+    (folder / "machine-1.txt").write_text(text)
+    message = "error: ranks differ in training.steps: 2 on rank 1, 3 on rank 0: give all ranks the same"
+    errors = errors_on_two_machines(folder, "--set", "training.steps=2")
+    assert errors == [[f"rank {rank}: {message}"] for rank in range(2)]
+    assert not (folder / "machines").exists()
+    assert errors_on_two_machines(folder) == [[], []], "the same content by other names"
+
+
+def test_a_run_that_diverges_leaves_its_pictures(folder: Path):
+    asked = ("optimizer.schedule=constant", "optimizer.learning_rate=1e30", "folder=diverged")
+    run = start(folder, "train", "run.toml", *(word for value in asked for word in ("--set", value)))
+    _, errors = run.communicate(timeout=SECONDS_TO_END)
+    assert run.returncode == 1
+    [message] = errors.splitlines()
+    assert message.startswith("error: step 2 is not finite; no weight was changed by it: ")
+    left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
+    assert {path.name for path in (folder / "diverged").iterdir()} == left
+    last = json.loads((folder / "diverged" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2
+    assert "nan" in (last["loss"], last["grad_norm"])
+
+
+def test_a_last_step_that_breaks_the_weights_keeps_no_checkpoint(folder: Path):
+    asked = (
+        "optimizer.schedule=constant",
+        "optimizer.learning_rate=3e38",
+        "training.steps=1",
+        "folder=broken",
+    )
+    settings = [word for value in asked for word in ("--set", value)]
+    run = start(folder, "train", "run.toml", "--layout", "dp1", *settings)
+    _, errors = run.communicate(timeout=SECONDS_TO_END)
+    assert run.returncode == 1
+    [message] = errors.splitlines()
+    assert message.startswith("error: the held-out loss after step 1 is nan: ")
+    left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
+    assert {path.name for path in (folder / "broken").iterdir()} == left
 
 
 def children(pid: int) -> list[int]:

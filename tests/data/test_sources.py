@@ -154,6 +154,14 @@ def test_damaged_parquet_page_is_an_error_of_the_file(tmp_path: Path) -> None:
         texts(path)
 
 
+def test_a_record_of_many_fields_has_a_short_message(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({f"field{number}": 0 for number in range(1000)}))
+    with pytest.raises(UserError, match=r"its fields: field0, .*, field19 and 980 more\.") as caught:
+        texts(path)
+    assert len(str(caught.value)) < 500
+
+
 def test_parquet_column_that_is_absent_or_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"texts": ["one"], "id": [1]}), path)

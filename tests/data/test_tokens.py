@@ -154,3 +154,28 @@ def test_error_while_writing_leaves_no_file(tmp_path: Path) -> None:
         writer.append([np.arange(3)])
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
+
+
+def test_a_fingerprint_follows_the_content_and_not_the_path(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, size=100_000) for _ in range(30)]
+
+    def written(name: str, documents: list[np.ndarray]) -> str:
+        path = tmp_path / name
+        with TokenWriter(path, vocab_size=257, end_of_text=256, source=name) as writer:
+            writer.append(documents)
+        return TokenFile(path).fingerprint()
+
+    found = written("a", documents)
+    assert written("b", documents) == found
+    other_ends = [np.concatenate(documents[:2]), *documents[2:], documents[0][:0]]
+    assert written("c", other_ends) != found
+    # Of small files every token counts; of large ones the first, the last and a sample in between.
+    for place in (0, -1):
+        changed = [document.copy() for document in documents]
+        changed[place][place] = 255 - changed[place][place]
+        assert written("d", changed) != found
+    small = documents[:5]
+    changed = [document.copy() for document in small]
+    changed[3][1234] = 255 - changed[3][1234]
+    assert written("e", small) != written("f", changed)

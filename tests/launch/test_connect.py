@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import fourfold
-from fourfold.errors import UserError
-from fourfold.launch.connect import agree, connect
+from fourfold.errors import RunStopped, UserError
+from fourfold.launch import connect as meeting
+from fourfold.launch.connect import FAILED, agree, connect, wait_for
 from fourfold.launch.job import JobEnvironment
 
 
@@ -97,3 +98,21 @@ def test_every_rank_hears_what_differs(item: str, on_1: object):
     message = f"ranks differ in {item}: {on_1} on rank 1, {items[item]} on rank 0: give all ranks the same"
     assert heard == {0: (message,), 1: (message,)}
     assert time.monotonic() - started < 5
+
+
+def test_who_waits_says_for_what(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(meeting, "MESSAGE_SECONDS", 0.2)
+    store = dist.HashStore()
+    with pytest.raises(RunStopped, match="waited 0 s for rank 0, which is preparing the data: end all ranks"):
+        wait_for(store, "key", seconds=0.5, what="rank 0, which is preparing the data", aloud=True)
+    assert set(capfd.readouterr().err.splitlines()) == {"waited 0 s for rank 0, which is preparing the data"}
+    store.set("key", "done")
+    assert wait_for(store, "key", seconds=0.5, aloud=True) == b"done"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_failed_ends_the_wait():
+    store = dist.HashStore()
+    store.set(FAILED, "3")
+    with pytest.raises(RunStopped, match="rank 3 failed"):
+        wait_for(store, "key", seconds=60)

@@ -1,6 +1,7 @@
 """Real local ranks: what they return, and how they end together when one of them fails."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import RunStopped, UserError
-from fourfold.launch import Rank, launch, run_on_local_ranks
+from fourfold.launch import Rank, check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.local import cores
 
 SECONDS_TO_END = 30.0
+MESSAGE = r"waited (\d+) s for the first rank of node 0, which is preparing the data"
 
 
 def connect(rank: Rank, **agree_on: object) -> None:
@@ -25,7 +27,7 @@ def add_up_ranks(rank: Rank, offset: int, folder: str) -> tuple[int, int]:
     import torch.distributed as dist
 
     connect(rank)
-    rank.once_per_node("data", lambda: Path(folder, str(rank.job.rank)).touch())
+    rank.once_per_node("making a file", lambda: Path(folder, str(rank.job.rank)).touch())
     assert os.listdir(folder) == ["0"], "the data was there before any rank went on"
     total = torch.tensor([rank.job.rank + offset])
     dist.all_reduce(total)
@@ -82,6 +84,63 @@ def test_ranks_share_the_cores_and_the_result_is_that_of_rank_0(
 
 def test_one_rank_runs_in_this_process():
     assert launch(1, add_up_nothing, (3,)) == (os.getpid(), 3)
+
+
+def prepare_longer_than_a_collective_may_take(rank: Rank) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from fourfold.launch import connect as meeting
+
+    meeting.MESSAGE_SECONDS = 2.5
+    rank.connect(device_type="cpu", agree_on={}, timeout_seconds=3)
+    rank.once_per_node("preparing the data", lambda: time.sleep(6))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_preparation_may_take_longer_than_a_collective(capfd: pytest.CaptureFixture[str]):
+    """Seen in huggingface/accelerate#2528: the other ranks waited in a collective and timed out."""
+    assert run_on_local_ranks(3, prepare_longer_than_a_collective_may_take) == 3
+    lines = capfd.readouterr().err.splitlines()
+    seconds = [re.fullmatch(MESSAGE, line)[1] for line in lines]
+    assert 1 <= len(seconds) == len(set(seconds)) <= 2, "one rank alone says it"
+
+
+def one_fails_while_the_others_wait(rank: Rank) -> None:
+    def fail() -> None:
+        raise UserError("the corpus is empty")
+
+    connect(rank)
+    rank.once_per_node("preparing the data", fail)
+
+
+def test_a_failed_preparation_is_the_message(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(UserError) as caught:
+        run_on_local_ranks(3, one_fails_while_the_others_wait)
+    assert caught.value.messages == ("the corpus is empty",)
+    assert capfd.readouterr() == ("", "")
+
+
+def differ_later(rank: Rank) -> None:
+    connect(rank)
+    rank.agree("the corpus", {"the training part": "5 tokens"})
+    rank.agree("more", {"the training part": f"{5 + rank.job.rank} tokens"})
+
+
+def test_ranks_agree_more_than_once():
+    with pytest.raises(UserError, match="ranks differ in the training part: 6 tokens on rank 1, 5 tokens on"):
+        run_on_local_ranks(2, differ_later)
+
+
+def test_more_ranks_than_the_cores_can_serve():
+    most = 8 * cores()
+    check_local_ranks(most)
+    with pytest.raises(
+        UserError, match=f"{most + 1} ranks .* more than 8 .*: use a layout of at most {most} "
+    ):
+        check_local_ranks(most + 1)
 
 
 def add_up_nothing(rank: Rank, value: int) -> tuple[int, int]:

@@ -230,8 +230,9 @@ def test_resolved_run_needs_no_preset(load):
 
 
 def test_check_holds_the_layout_against_the_run(load):
-    load(layout="dp4").check(vocab_size=257, world_size=4)
-    assert messages(load(layout="dp3,tp2").check, world_size=4) == [
+    fits = ("data.sequence_length=128",)
+    load(RUN, fits, "dp4").check(vocab_size=257, world_size=4)
+    assert messages(load(RUN, fits, "dp3,tp2").check, world_size=4) == [
         "dp=3 does not divide batch=8 (Batch axis): use batch=6 or 9, or dp=1, 2, 4 or 8",
         "layout dp3,tp2 needs 6 ranks, and there are 4: use dp2,tp2, or start 6 ranks",
         "tp=2 (Channel axis) cannot be run yet: use dp6",
@@ -239,3 +240,28 @@ def test_check_holds_the_layout_against_the_run(load):
     assert messages(load(overrides=("model.vocab_size=9",)).check, vocab_size=257) == [
         "model.vocab_size=9 is less than the tokenizer's: use 257 or more"
     ]
+
+
+def test_a_sequence_longer_than_the_context(load):
+    load(overrides=("data.sequence_length=128",)).check()
+    assert messages(load(overrides=("data.sequence_length=129",)).check) == [
+        "data.sequence_length=129 is more than model.max_position_embeddings=128: "
+        "use data.sequence_length=128 or less, or model.max_position_embeddings=129 or more"
+    ]
+    load(overrides=("data.sequence_length=129", "model.max_position_embeddings=129")).check()
+
+
+def test_overrides_are_no_key_of_a_run_file(load):
+    [message] = messages(load, RUN, ("model.overrides={hidden_size = 64}",))
+    assert message.startswith("model.overrides does not exist.")
+    assert "overrides" not in message.partition(" has: ")[2]
+
+
+@pytest.mark.parametrize("batch", [2_000_000_001, 1_000_000_007 * 998_244_353])
+def test_a_huge_batch_has_a_short_answer_soon(load, batch):
+    spec = load(overrides=("data.sequence_length=128", f"training.batch={batch}"), layout="dp2")
+    [message] = messages(spec.check)
+    assert message.startswith(
+        f"dp=2 does not divide batch={batch} (Batch axis): use batch={batch - 1} or {batch + 1}, or dp=1"
+    )
+    assert len(message) < 200

@@ -32,7 +32,7 @@ class Unit:
     """The parameters of one segment in flat buffers.
 
     Args:
-        name: what error messages and tables call it, as in ``layer 3``.
+        name: what error messages and tables call it, as in ``layer.3``.
         parameters: the parameters by name. Their values are not kept: the unit allocates new storage.
         sites: for each parameter, every (module, attribute) that holds it; a tied weight has two.
         dtype: of the weights that computation reads.

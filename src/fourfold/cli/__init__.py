@@ -72,9 +72,10 @@ def _say(*messages: str) -> None:
         job = joined_job()
     except UserError:
         job = None
-    rank = f"rank {job.rank}: " if job is not None else ""
+    rank = f"rank {job.rank}" if job is not None else ""
     for message in messages:
-        typer.echo(f"{rank}error: {message}", err=True)
+        speaker = f"{rank}: " if rank and not message.startswith(f"{rank} ") else ""
+        typer.echo(f"{speaker}error: {message}", err=True)
 
 
 def main() -> None:
@@ -83,6 +84,8 @@ def main() -> None:
     A process that took part in a process group ends at once: gloo's threads now and then abort an orderly
     interpreter exit.
     """
+    # Torch reads this when it is loaded. Its warnings of lost connections come with C++ stack traces.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app(prog_name="fourfold")
     except SystemExit as end:

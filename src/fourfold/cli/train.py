@@ -18,7 +18,7 @@ def train(
     from fourfold.cli.train_rank import datasets, new_folder, prepared_corpus, train_on_rank
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
-    from fourfold.launch import joined_job, launch
+    from fourfold.launch import check_local_ranks, joined_job, launch
     from fourfold.reporting import check_loggers
     from fourfold.specs import RunSpec
 
@@ -33,6 +33,7 @@ def train(
     folder = None
     if job is None:
         device_type(run.layout.world_size)
+        check_local_ranks(run.layout.world_size)
         datasets(run, prepared_corpus(run, tokenizer))
         folder = new_folder(run, tokenizer)
     launch(run.layout.world_size, train_on_rank, (run, folder))

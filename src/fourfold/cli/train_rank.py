@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from platform import python_version
 from statistics import median
 from typing import TYPE_CHECKING
 
 from fourfold.checkpoint import save_checkpoint, tokenizer_files
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
-from fourfold.data import PackedDataset, Prepared, Tokenizer, load_tokenizer
+from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
 from fourfold.doctor import device_type, peak_of
 from fourfold.errors import RunStopped
 from fourfold.flops import model_flops
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def prepared_corpus(run: RunSpec, tokenizer: Tokenizer) -> Prepared:
     """Return the token files of the run, made now with a progress bar if they are not in the cache."""
-    return prepare_with_bar(run.data.source, tokenizer, run.data.held_out)
+    return prepare_with_bar(run.data, tokenizer)
 
 
 def datasets(run: RunSpec, prepared: Prepared) -> tuple[PackedDataset, PackedDataset]:
@@ -48,14 +49,16 @@ def new_folder(run: RunSpec, tokenizer: Tokenizer) -> Path:
 def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
     """Run the training on one of its ranks. ``folder`` is None in a joined job: rank 0 makes it then."""
     device = device_type(rank.job.local_world_size)
-    rank.connect(device_type=device, agree_on=dict(flat(run.model_dump(mode="json"))))
     tokenizer = load_tokenizer(run.data.tokenizer)
-    if folder is None:
-        folder = rank.on_first("making the run folder", lambda: new_folder(run, tokenizer))
+    model_spec = run.model.spec(tokenizer.vocab_size)
+    rank.connect(device_type=device, agree_on=what_is_run(run, model_spec, tokenizer))
     rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
     prepared = prepared_corpus(run, tokenizer)
+    rank.agree("the corpus", contents(prepared))
     train_data, eval_data = datasets(run, prepared)
-    model_spec = run.model.spec(tokenizer.vocab_size)
+    if folder is None:
+        folder = rank.on_first("making the run folder", lambda: new_folder(run, tokenizer))
+    run, note = with_distinct_evaluation(run, eval_data)
     mesh = Mesh(run.layout, device)
     peak = peak_of(mesh, run.training.dtype)
     rank.finished(0)
@@ -72,32 +75,87 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
                 reporter(report)
             rank.finished(report.step)
 
-        if reporter is None:
-            train(run, model_spec, mesh, train_data=train_data, eval_data=eval_data, on_report=on_report)
-            return
-        assert folder is not None
-        title = f"{folder.name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, {device}"
-        reporter.console.print(f"{title}; in {folder}")
-        reporter.console.print(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
-        files = tokenizer_files(tokenizer)
-        unigram = unigram_entropy(prepared.train)
+        if reporter is not None:
+            assert folder is not None
+            title = f"{folder.name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, {device}"
+            reporter.console.print(f"{title}; in {folder}")
+            reporter.console.print(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
+            if note:
+                reporter.console.print(note)
+            files = tokenizer_files(tokenizer)
+            unigram = unigram_entropy(prepared.train)
+
+        def draw_pictures() -> None:
+            assert reporter is not None
+            assert folder is not None
+            _draw(reporter, folder, title, unigram)
+
         try:
             model = train(
                 run, model_spec, mesh, train_data=train_data, eval_data=eval_data, on_report=on_report
             )
+            check_weights(model, step=run.training.steps)
         except RunStopped:
-            # The pictures show how it came to this, but what is told is why the run stopped.
+            # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
+            # wait for them: when one ends, a launcher ends all.
             with suppress(RunStopped):
-                _draw(reporter, folder, title, unigram)
+                rank.on_first("drawing how the run went", draw_pictures)
             raise
+    if reporter is None:
+        return
+    assert folder is not None
     _keep(model, run, model_spec, folder, files)
-    _draw(reporter, folder, title, unigram)
+    draw_pictures()
     _draw_program(model, reporter, folder)
     _tell(reporter, folder, unigram)
     if run.sample.tokens:
         reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
         text = sample_text(model.model, tokenizer, run.sample, seed=run.seed)
         print(text, flush=True)
+
+
+def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return what must be the same on all ranks: content, for paths may differ from machine to machine."""
+    values = dict(flat(run.model_dump(mode="json", exclude={"model", "folder"})))
+    del values["data.source"], values["data.tokenizer"]
+    values |= {f"model.{name}": value for name, value in model_spec.model_dump(mode="json").items()}
+    values["the content of data.tokenizer"] = tokenizer.fingerprint
+    if PYTHON_STDLIB in run.data.source:
+        values["version of Python, whose standard library is data.source"] = python_version()
+    return values
+
+
+def contents(prepared: Prepared) -> dict[str, object]:
+    """Return what tells one corpus from another, by the part that differs."""
+    return {
+        f"the {part} part of the corpus": f"{tokens.num_tokens} tokens in {tokens.num_documents} documents "
+        f"with hash {tokens.fingerprint()}"
+        for part, tokens in (("training", prepared.train), ("held-out", prepared.held_out))
+    }
+
+
+def with_distinct_evaluation(run: RunSpec, eval_data: PackedDataset) -> tuple[RunSpec, str]:
+    """Return the run with no more evaluation batches than there are held-out sequences, and a line on it."""
+    asked, batch, there = run.evaluation.batches, run.training.batch, eval_data.num_sequences
+    batches = min(asked, max(there // batch, 1))
+    if asked * batch <= there:
+        return run, ""
+    repeats = ", with some of them repeated" if batch > there else ""
+    note = (
+        f"evaluation: {batches} of evaluation.batches={asked}, since {there} held-out sequences make no more "
+        f"batches of {batch}{repeats}"
+    )
+    fewer = run.evaluation.model_copy(update={"batches": batches})
+    return run.model_copy(update={"evaluation": fewer}), note
+
+
+def check_weights(model: "ParallelModel", *, step: int) -> None:
+    """Raise RunStopped where a weight is not finite: such a checkpoint is good for nothing."""
+    for name, weights in model.named_masters():
+        if not weights.isfinite().all():
+            raise RunStopped(
+                f"the weights after step {step} are not finite, first in {name}: no checkpoint was written"
+            )
 
 
 def _keep(

@@ -1,6 +1,6 @@
 """``fourfold verify``: the same steps on one process and on a layout, compared."""
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +37,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
     layout: Annotated[str | None, typer.Option(help="The layout on trial, e.g. dp4.")] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: two for each microbatch of a rank.")
+        int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
     ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Pieces of a rank's share of a batch.")] = None,
     steps: Annotated[int, typer.Option(help="SGD steps to compare.")] = 3,
@@ -53,14 +53,16 @@ def verify(
     report = run_trial(trial)
     if report is None:  # another rank of this job reports
         return
-    typer.echo(json.dumps(report.to_json()) if as_json else table(report))
+    from fourfold.reporting import json_text
+
+    typer.echo(json_text(report.to_json()) if as_json else table(report))
     raise typer.Exit(0 if report.passes else 1)
 
 
 def run_trial(trial: Trial) -> "Verification | None":
     """Check the trial, run it on its ranks, and return the outcome; None on ranks but the first."""
     from fourfold.doctor import device_type
-    from fourfold.launch import joined_job, launch
+    from fourfold.launch import check_local_ranks, joined_job, launch
 
     job = joined_job()
     trial.layout.validate(
@@ -72,6 +74,7 @@ def run_trial(trial: Trial) -> "Verification | None":
     )
     if job is None:
         device_type(trial.layout.world_size)
+        check_local_ranks(trial.layout.world_size)
     report: Verification | None = launch(trial.layout.world_size, verify_on_rank, (trial,))
     return report
 
@@ -117,7 +120,7 @@ def _trial(
         problems.append(
             "give a run file or --model, one of them: e.g. fourfold verify --model tiny --layout dp2"
         )
-    if model is not None and layout is None:
+    elif model is not None and layout is None:
         problems.append("--model needs --layout: e.g. --layout dp2")
     if dtype not in DTYPES:
         problems.append(f"--dtype {dtype} does not exist.{nearest(dtype, DTYPES)} Use {choices(DTYPES)}")
@@ -150,11 +153,13 @@ def _trial(
     )
     parsed = Layout.parse(layout)
     pieces = microbatches or 1
+    share = parsed.size("dp", "fsdp") * pieces
     return Trial(
         model=spec,
         layout=parsed,
-        # Of SyntheticDataset's rows every third has no label: two a rank make unequal counts.
-        batch=batch or 2 * parsed.size("dp", "fsdp") * pieces,
+        # Of SyntheticDataset's rows every third has no label. So few rows leave some microbatches, and
+        # without accumulation whole ranks, with nothing that counts: a loss averaged anywhere would show.
+        batch=batch or share * math.ceil(3 / share),
         microbatches=pieces,
         sequence_length=sequence or 64,
         steps=steps,

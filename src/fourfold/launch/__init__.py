@@ -1,7 +1,7 @@
 """Starting ranks: local ones through torch's launcher, or joining a torchrun or Slurm job."""
 
 from fourfold.launch.job import JobEnvironment, joined_job
-from fourfold.launch.local import launch, run_on_local_ranks
+from fourfold.launch.local import check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.rank import Rank
 
-__all__ = ["JobEnvironment", "Rank", "joined_job", "launch", "run_on_local_ranks"]
+__all__ = ["JobEnvironment", "Rank", "check_local_ranks", "joined_job", "launch", "run_on_local_ranks"]

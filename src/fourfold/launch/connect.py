@@ -72,8 +72,15 @@ def versions() -> dict[str, object]:
     }
 
 
-def agree(store: dist.Store, job: JobEnvironment, items: Mapping[str, object], *, seconds: float) -> None:
-    """Compare the items of all ranks with those of rank 0. A store serves for one agreement.
+def agree(
+    store: dist.Store,
+    job: JobEnvironment,
+    items: Mapping[str, object],
+    *,
+    seconds: float,
+    name: str = "what is run",
+) -> None:
+    """Compare the items of all ranks with those of rank 0. Each agreement has a name of its own.
 
     Raises UserError on all ranks, naming each differing item with a rank that has it, and where a rank
     does not come in time. Seen in horovod#2640: ranks with different configurations hang.
@@ -83,29 +90,29 @@ def agree(store: dist.Store, job: JobEnvironment, items: Mapping[str, object], *
     # agreement an empty list. Rank 0 puts the answers together, so that all ranks say the same.
     mine = {name: str(value) for name, value in items.items()}
     if job.rank == 0:
-        store.set("items", json.dumps(mine))
-        store.set("verdict", json.dumps(_all_verdicts(store, job, seconds)))
+        store.set(f"{name}/items", json.dumps(mine))
+        store.set(f"{name}/verdict", json.dumps(_all_verdicts(store, job, seconds, name)))
     else:
-        reference = json.loads(wait_for(store, "items", seconds=seconds))
-        store.set(f"verdict/{job.rank}", json.dumps(_differences(reference, mine, job.rank)))
+        reference = json.loads(wait_for(store, f"{name}/items", seconds=seconds))
+        store.set(f"{name}/verdict/{job.rank}", json.dumps(_differences(reference, mine, job.rank)))
     # Rank 0 may have started to wait for the others only now.
-    problems = json.loads(wait_for(store, "verdict", seconds=2 * seconds))
+    problems = json.loads(wait_for(store, f"{name}/verdict", seconds=2 * seconds))
     if problems:
         raise UserError(*problems)
 
 
-def _all_verdicts(store: dist.Store, job: JobEnvironment, seconds: float) -> list[str]:
+def _all_verdicts(store: dist.Store, job: JobEnvironment, seconds: float, name: str) -> list[str]:
     """Return what is wrong according to any rank. Only rank 0 asks."""
-    others = range(1, job.world_size)
+    keys = {rank: f"{name}/verdict/{rank}" for rank in range(1, job.world_size)}
     verdicts: list[str] = []
     deadline = time.monotonic() + seconds
-    for rank in others:
+    for rank, key in keys.items():
         try:
             left = max(deadline - time.monotonic(), 0.0)
-            what = f"waiting for rank {rank} of {job.world_size}"
-            verdicts += json.loads(wait_for(store, f"verdict/{rank}", seconds=left, message=what))
+            what = f"rank {rank} of {job.world_size}"
+            verdicts += json.loads(wait_for(store, key, seconds=left, what=what, aloud=True))
         except WaitedTooLong:
-            missing = [rank for rank in others if not store.check([f"verdict/{rank}"])]
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             return [
                 f"{len(missing)} of {job.world_size} ranks did not come within {seconds:.0f} s "
@@ -131,11 +138,13 @@ class WaitedTooLong(RunStopped):
     """Another rank did not do its part in time."""
 
 
-def wait_for(store: dist.Store, key: str, *, seconds: float, message: str = "") -> bytes:
+def wait_for(
+    store: dist.Store, key: str, *, seconds: float, what: str = "another rank", aloud: bool = False
+) -> bytes:
     """Return the value of a key once another rank has set it.
 
-    ``message`` says what is waited for; it is printed on stderr every ``MESSAGE_SECONDS``. Raises
-    WaitedTooLong after ``seconds``, and RunStopped when a rank failed or the store, and so rank 0, went away.
+    ``what`` is waited for; ``aloud`` says so on stderr every ``MESSAGE_SECONDS``. Raises WaitedTooLong
+    after ``seconds``, and RunStopped when a rank failed or the store, and so rank 0, went away.
     """
     began = said = time.monotonic()
     try:
@@ -144,9 +153,9 @@ def wait_for(store: dist.Store, key: str, *, seconds: float, message: str = "") 
                 raise RunStopped(f"rank {store.get(FAILED).decode()} failed")
             now = time.monotonic()
             if now - began > seconds:
-                raise WaitedTooLong(f"{message or 'waiting for another rank'}: not done within {seconds:.0f} s")
-            if message and now - said >= MESSAGE_SECONDS:
-                print(f"{message}, waited {now - began:.0f} s", file=sys.stderr, flush=True)
+                raise WaitedTooLong(f"waited {seconds:.0f} s for {what}: end all ranks and start them again")
+            if aloud and now - said >= MESSAGE_SECONDS:
+                print(f"waited {now - began:.0f} s for {what}", file=sys.stderr, flush=True)
                 said = now
             time.sleep(0.01)
         return store.get(key)

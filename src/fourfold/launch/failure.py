@@ -145,6 +145,7 @@ def _lost_peer_message(error: BaseException) -> str:
     while cause is not None:
         text = str(cause).lower()
         if isinstance(cause, RuntimeError | ConnectionError) and any(words in text for words in _LOST_PEER):
-            return str(error).strip().splitlines()[0]
+            # gloo adds advice for its own developers.
+            return str(error).strip().splitlines()[0].partition(" This is typically caused by")[0]
         cause = cause.__cause__ or cause.__context__
     return ""

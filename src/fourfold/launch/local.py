@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fourfold.errors import RunStopped
+from fourfold.errors import RunStopped, UserError
 from fourfold.launch.failure import Failure, collect, root_cause
 from fourfold.launch.job import JobEnvironment, joined_job
 from fourfold.launch.rank import Rank, read_step
 
+# Ranks of a layout on trial may wait for each other on few cores; with more, a step takes for ever.
+RANKS_PER_CORE = 8
 # How long a rank that lost another one waits before it ends, so that the launcher sees the cause first.
 _CAUSE_FIRST_SECONDS = 1.0
 # The launcher kills a rank that ignored its SIGTERM this much later at the earliest: not a cause.
@@ -31,18 +33,36 @@ def launch(world_size: int, target: Callable[..., Any], arguments: Sequence[Any]
     """Run ``target(rank, *arguments)`` on all ranks and return what it returned on rank 0.
 
     Under torchrun or Slurm this process is one of the ranks, and None is returned on the others. Without
-    them, one rank runs in this process and more are started on this machine.
+    them, one rank runs in this process and more are started on this machine. Where this process is one of
+    several ranks, whatever the target raises becomes a UserError or RunStopped with one message.
     """
     job = joined_job()
     if job is None and world_size > 1:
         return run_on_local_ranks(world_size, target, arguments)
-    rank = Rank(job or JobEnvironment.alone())
-    if job is not None:
-        # A process that waits inside a collective never sees Python's KeyboardInterrupt.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    result = target(rank, *arguments)
+    if job is None:
+        return target(Rank(JobEnvironment.alone()), *arguments)
+    # A process that waits inside a collective never sees Python's KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    rank = Rank(job)
+    try:
+        result = target(rank, *arguments)
+    except Exception as error:
+        failure = Failure.of(error, rank=job.rank, step=rank.step)
+        rank.failed()
+        raise failure.exception() from None
     _leave_group()
     return result if rank.is_first else None
+
+
+def check_local_ranks(world_size: int) -> None:
+    """Raise UserError where so many ranks are more than the cores of this machine can serve."""
+    most = RANKS_PER_CORE * cores()
+    if world_size > most:
+        raise UserError(
+            f"{world_size} ranks on this machine are more than {RANKS_PER_CORE} for each of its {cores()} "
+            f"cores: use a layout of at most {most} ranks, or start the ranks on more machines with torchrun "
+            "or srun"
+        )
 
 
 def run_on_local_ranks(world_size: int, target: Callable[..., Any], arguments: Sequence[Any] = ()) -> Any:
@@ -126,6 +146,7 @@ def run_rank(folder_name: str, *, launcher: int) -> None:
         failure = Failure.of(error, rank=job.rank, step=rank.step)
         with contextlib.suppress(OSError):  # the disk of temporary files can be the full one
             failure.write(folder)
+        rank.failed()  # last: what other ranks say of it comes later than the cause
         if failure.kind == "lost":
             time.sleep(_CAUSE_FIRST_SECONDS)
         _end(2 if failure.kind == "user" else 1)

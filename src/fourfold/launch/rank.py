@@ -1,17 +1,21 @@
 """One rank, as the function that runs on it sees it."""
 
+import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fourfold.errors import RunStopped
 from fourfold.launch.job import JobEnvironment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 Result = TypeVar("Result")
+
+# How long a rank 0 that failed serves the store on, so that the others hear of it.
+_HEARD_SECONDS = 1.0
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a collective may take: a slow rank is waited for, a lost one closes its connection."""
@@ -66,48 +70,48 @@ class Rank:
         ranks, naming what differs.
         """
         if self._store is not None:
-            from torch.distributed import PrefixStore
-
             from fourfold.launch.connect import TASK_SECONDS, agree
 
-            agree(PrefixStore(name, self._store), self.job, items, seconds=TASK_SECONDS)
+            agree(self._store, self.job, items, seconds=TASK_SECONDS, name=name)
 
     def failed(self) -> None:
-        """Tell ranks that wait for a task of this one that it will not come."""
+        """Tell ranks that wait for something of this one that it will not come."""
         if self._store is not None:
             from fourfold.launch.connect import FAILED
 
             # The store may be gone with rank 0; then nobody waits at it any more.
             with contextlib.suppress(RuntimeError):
                 self._store.set(FAILED, str(self.job.rank))
+        if self.is_first and self.job.world_size > 1 and not self.job.store_is_served:
+            time.sleep(_HEARD_SECONDS)  # the store ends with this process
 
     def on_first(self, name: str, task: Callable[[], Result]) -> Result | None:
         """Run the task on rank 0 and return its result there, None on the others, which wait for its end.
 
-        The wait is on the store and as long as the task, so no collective's timeout runs meanwhile. Raises
-        RunStopped on the waiting ranks where the task failed.
+        ``name`` says what the task does: ``making the run folder``. The wait is on the store and as long as
+        the task, so no collective's timeout runs meanwhile; now and then one rank tells of it. Raises
+        RunStopped on the waiting ranks when a rank fails.
         """
-        return self._once(name, task, here=self.is_first)
+        return self._once(name, task, worker="rank 0", place=self.job.rank)
 
     def once_per_node(self, name: str, task: Callable[[], Result]) -> Result | None:
         """Run the task on the first rank of every node, as ``on_first`` does on rank 0."""
-        return self._once(f"{name} on node {self.job.node}", task, here=self.job.local_rank == 0)
+        worker = f"the first rank of node {self.job.node}"
+        return self._once(name, task, worker=worker, place=self.job.local_rank)
 
-    def _once(self, name: str, task: Callable[[], Result], *, here: bool) -> Result | None:
+    def _once(self, name: str, task: Callable[[], Result], *, worker: str, place: int) -> Result | None:
+        """Run the task where ``place`` is 0; elsewhere wait for it, where ``place`` is 1 not in silence."""
         if self._store is None:
             return task()
-        if here:
-            try:
-                result = task()
-            except BaseException:
-                self._store.set(name, "failed")
-                raise
-            self._store.set(name, "done")
+        key = f"{name}, {worker}"
+        if place == 0:
+            result = task()
+            self._store.set(key, "done")
             return result
-        from fourfold.launch.connect import wait_for
+        from fourfold.launch.connect import TASK_SECONDS, wait_for
 
-        if wait_for(self._store, name) != b"done":
-            raise RunStopped(f"{name} failed on another rank")
+        what = f"{worker}, which is {name}"
+        wait_for(self._store, key, seconds=TASK_SECONDS, what=what, aloud=place == 1)
         return None
 
 

@@ -240,7 +240,8 @@ class RunSpec(Spec):
         if length > longest:
             problems.append(
                 f"data.sequence_length={length} is more than model.max_position_embeddings={longest}: "
-                f"use data.sequence_length={longest} or less, or model.max_position_embeddings={length} or more"
+                f"use data.sequence_length={longest} or less, "
+                f"or model.max_position_embeddings={length} or more"
             )
         return [
             *problems,

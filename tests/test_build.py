@@ -1,0 +1,124 @@
+"""Programs over segments, written from schedules over stages."""
+
+import pytest
+
+from fourfold.build import build, evaluation, expanded
+from fourfold.errors import UserError
+from fourfold.layer.schedules import gpipe, one_forward_one_backward
+from fourfold.program import Action, Kind, Program, check
+
+
+def text(program: Program) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in program.ranks]
+
+
+def own_units(segments: int) -> list[tuple[int, ...]]:
+    return [(segment,) for segment in range(segments)]
+
+
+def schedule_of(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int) -> Program:
+    return Program(
+        ranks=tuple(tuple(Action.parse(word) for word in actions.split()) for actions in ranks),
+        rank_of_segment=rank_of_segment,
+        microbatches=microbatches,
+        users=tuple((stage,) for stage in rank_of_segment),
+    )
+
+
+def test_forwards_go_up_and_backwards_down() -> None:
+    program = expanded(
+        one_forward_one_backward(stages=1, microbatches=2), segments_of_stage=[3], users=own_units(3)
+    )
+    assert text(program) == ["0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"]
+    assert program.rank_of_segment == (0, 0, 0)
+    assert program.microbatches == 2
+
+
+def test_stages_of_unequal_size() -> None:
+    """Stages of 1, 3 and 2 segments: segments are counted through, each on the rank of its stage."""
+    program = expanded(gpipe(stages=3, microbatches=1), segments_of_stage=[1, 3, 2], users=own_units(6))
+    assert text(program) == ["0F0 0B0", "1F0 2F0 3F0 3B0 2B0 1B0", "4F0 5F0 5B0 4B0"]
+    assert program.rank_of_segment == (0, 1, 1, 1, 2, 2)
+    check(program)
+
+
+def test_halves_go_down_each_for_itself() -> None:
+    """I of all the stage's segments, and then W of all: the stage below waits for the I alone."""
+    schedule = schedule_of("0F0 0I0 0W0", rank_of_segment=(0,), microbatches=1)
+    program = expanded(schedule, segments_of_stage=[3], users=own_units(3))
+    assert text(program) == ["0F0 1F0 2F0 2I0 1I0 0I0 2W0 1W0 0W0"]
+
+
+def test_two_stages_on_a_rank() -> None:
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, as in interleaved schedules."""
+    schedule = schedule_of("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0", rank_of_segment=(0, 1, 0, 1), microbatches=1)
+    program = build(schedule, segments_of_stage=[2, 1, 1, 2], users=own_units(6))
+    assert program.rank_of_segment == (0, 0, 1, 0, 1, 1)
+    assert text(program) == [
+        "0F0 1F0 3F0 3B0 3REDUCE 1B0 1REDUCE 0B0 0REDUCE UPDATE",
+        "2F0 4F0 5F0 LOSS 5B0 5REDUCE 4B0 4REDUCE 2B0 2REDUCE UPDATE",
+    ]
+
+
+def test_build_over_two_stages() -> None:
+    """1F1B with two microbatches: only the last stage knows the loss, each stage reduces its own units."""
+    program = build(
+        one_forward_one_backward(stages=2, microbatches=2), segments_of_stage=[2, 1], users=own_units(3)
+    )
+    assert text(program) == [
+        "0F0 1F0 0F1 1F1 1B0 0B0 1B1 1REDUCE 0B1 0REDUCE UPDATE",
+        "2F0 2B0 2F1 LOSS 2B1 2REDUCE UPDATE",
+    ]
+
+
+def test_a_tied_head_on_another_stage_is_reduced_on_both() -> None:
+    program = build(
+        one_forward_one_backward(stages=2, microbatches=1),
+        segments_of_stage=[2, 1],
+        users=[(0, 2), (1,), (2,)],
+    )
+    assert text(program) == [
+        "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE UPDATE",
+        "2F0 LOSS 2B0 0REDUCE 2REDUCE UPDATE",
+    ]
+
+
+def test_every_segment_of_every_size() -> None:
+    """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, every unit reduced once."""
+    for schedule in (gpipe, one_forward_one_backward):
+        for sizes in ([1], [3], [1, 2], [3, 1], [2, 1, 3], [1, 1, 2, 3]):
+            for microbatches in (1, 2, 5):
+                program = build(
+                    schedule(stages=len(sizes), microbatches=microbatches),
+                    segments_of_stage=sizes,
+                    users=own_units(sum(sizes)),
+                )
+                actions = [action for _, action in program.actions()]
+                for kind, count in (
+                    (Kind.FORWARD, sum(sizes) * microbatches),
+                    (Kind.BACKWARD, sum(sizes) * microbatches),
+                    (Kind.REDUCE, sum(sizes)),
+                    (Kind.LOSS, 1),
+                    (Kind.UPDATE, len(sizes)),
+                ):
+                    assert sum(action.kind is kind for action in actions) == count
+                assert len(set(actions)) == len(actions) - (len(sizes) - 1)  # UPDATE stands on every rank
+
+
+def test_build_refuses_a_schedule_that_cannot_run() -> None:
+    backward_first = schedule_of("0B0 0F0", rank_of_segment=(0,), microbatches=1)
+    with pytest.raises(UserError, match="1B0 on rank 0 can never start: it waits for 1F0"):
+        build(backward_first, segments_of_stage=[2], users=own_units(2))
+
+
+def test_sizes_must_be_those_of_the_stages() -> None:
+    for sizes in ([2], [2, 1, 1]):
+        with pytest.raises((ValueError, IndexError)):
+            expanded(gpipe(stages=2, microbatches=1), segments_of_stage=sizes, users=own_units(sum(sizes)))
+
+
+def test_evaluation_is_forwards_only() -> None:
+    program = evaluation(segments=3, microbatches=2)
+    assert text(program) == ["0F0 1F0 2F0 0F1 1F1 2F1"]
+    assert program.rank_of_segment == (0, 0, 0)
+    assert text(evaluation(segments=3, microbatches=0)) == [""]
