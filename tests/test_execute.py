@@ -466,3 +466,28 @@ def test_one_reduction_a_unit_and_step(ranks: RankPool) -> None:
         segments = ModelSpec.preset("tiny").num_hidden_layers + 2
         assert events == events_of_one == ["all_reduce dp"] * (1 + segments)
         assert norm == pytest.approx(norm_of_one, rel=1e-13)
+
+
+def step_after_one_that_failed_in_its_reductions() -> str:
+    mesh = Mesh(Layout(dp=2))
+    parallel = initialized(ModelSpec.preset("tiny"), mesh, microbatches=1, dtype="float64", seed=0)
+    batches = microbatches(1)
+
+    def broken(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    *before_update, _ = parallel.program.ranks[0]
+    wrong = [*before_update, Action(Kind.BACKWARD, 0, 0)]  # a backward without its forward
+    with pytest.raises(KeyError):
+        parallel.executor.step(wrong, batches, valid_tokens=1, update=broken)
+    try:
+        parallel.step(batches, valid_tokens=1, update=nothing)
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_no_step_follows_one_that_failed_while_gradients_were_summed(ranks: RankPool) -> None:
+    """Collectives may still be writing into the buffers, so going on could be silently wrong."""
+    for message in ranks(2, step_after_one_that_failed_in_its_reductions):
+        assert "a step failed while its gradients were being summed" in message

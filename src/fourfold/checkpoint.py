@@ -143,8 +143,8 @@ def read_weights(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
     shapes = spec.parameter_shapes()
     problems = []
     if spec.tie_word_embeddings and EMBEDDING in weights:
-        head = weights.pop(HEAD, weights[EMBEDDING])
-        if not torch.equal(head, weights[EMBEDDING]):
+        head = weights.pop(HEAD, None)
+        if head is not None and not torch.equal(head, weights[EMBEDDING]):
             problems.append(
                 f"{path}: config.json says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: "
                 f"set it to false to keep the head, or remove {HEAD} from the file"

@@ -348,11 +348,14 @@ def test_an_evaluation_repeats_no_sequence(folder: Path):
     assert [line["evaluation_valid_tokens"] for line in lines if "evaluation_loss" in line] == [64]
 
 
-def test_a_sample_of_a_broken_model_is_a_mistake(folder: Path):
-    spec = ModelSpec.preset("tiny").replace({"vocab_size": 257})
+@pytest.mark.parametrize(
+    ("preset", "broken"), [("tiny", "model.norm.weight"), ("tiny-qwen3", "model.embed_tokens.weight")]
+)
+def test_a_sample_of_a_broken_model_is_a_mistake(preset: str, broken: str, folder: Path):
+    spec = ModelSpec.preset(preset).replace({"vocab_size": 257})
     weights = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes().items()}
-    weights["model.norm.weight"][3] = float("nan")
+    weights[broken][3] = float("nan")
     save_checkpoint(folder / "model", weights=weights, spec=spec, step=1, tokenizer={})
     result = fourfold_("sample", "model", "--prompt", "def")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: the model's weights are not finite, first in model.norm.weight: ")
+    assert result.stderr.startswith(f"error: the model's weights are not finite, first in {broken}: ")
