@@ -57,7 +57,8 @@ class WeightGradients:
     def begin_step_(self) -> None:
         """Forget the gradients of the last step."""
         self._untouched = set(self._written_first)
-        torch._foreach_zero_([_gradient_of(parameter) for parameter in self._zeroed])
+        if self._zeroed:
+            torch._foreach_zero_([_gradient_of(parameter) for parameter in self._zeroed])
 
     def finish_(self, parameters: list[nn.Parameter]) -> None:
         """Make the gradients of ``parameters`` whole before a reduction: zero where nothing was added."""
@@ -77,19 +78,19 @@ class WeightGradients:
         finally:
             self._queue = None
 
-    def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
+    def add(self, weight: Tensor, bias: Tensor | None, x_NI: Tensor, gradient_NO: Tensor) -> None:
         """Add the gradients of ``weight`` and ``bias``, given the layer's input and its output's gradient.
 
         Args:
             weight: (out, in).
             bias: (out,) or None.
-            x: (..., in).
-            gradient: (..., out).
+            x_NI: (rows, in).
+            gradient_NO: (rows, out).
         """
         if self._queue is not None:
-            self._queue.append(lambda: self._add(weight, bias, x, gradient))
+            self._queue.append(lambda: self._add(weight, bias, x_NI, gradient_NO))
         else:
-            self._add(weight, bias, x, gradient)
+            self._add(weight, bias, x_NI, gradient_NO)
 
     def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of an embedding.
@@ -103,24 +104,21 @@ class WeightGradients:
         with torch.no_grad():
             total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(total.dtype))
 
-    def _add(self, weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor) -> None:
-        with torch.no_grad():
-            rows = gradient.flatten(0, -2)
-            transposed, inputs = rows.t(), x.flatten(0, -2)
-            total = _gradient_of(weight)
-            first = weight in self._untouched
-            self._untouched.discard(weight)
-            if total.dtype == x.dtype:
-                if first:
-                    torch.mm(transposed, inputs, out=total)
-                else:
-                    total.addmm_(transposed, inputs)
-            elif first:
-                total.copy_(transposed @ inputs)
-            else:
-                total.add_(transposed @ inputs)
-            if bias is not None:
-                _gradient_of(bias).add_(rows.sum(0, dtype=_gradient_of(bias).dtype))
+    @torch.no_grad()
+    def _add(self, weight: Tensor, bias: Tensor | None, x_NI: Tensor, gradient_NO: Tensor) -> None:
+        total = _gradient_of(weight)
+        first = weight in self._untouched
+        if first:
+            self._untouched.remove(weight)
+        if total.dtype != x_NI.dtype:
+            product = gradient_NO.t() @ x_NI
+            total.copy_(product) if first else total.add_(product)
+        elif first:
+            torch.mm(gradient_NO.t(), x_NI, out=total)
+        else:
+            total.addmm_(gradient_NO.t(), x_NI)
+        if bias is not None:
+            _gradient_of(bias).add_(gradient_NO.sum(0, dtype=total.dtype))
 
 
 class _Linear(torch.autograd.Function):
@@ -137,8 +135,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
-        input_gradient = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
-        ctx.sink.add(ctx.weight, ctx.bias, x, gradient)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        input_gradient = torch.mm(rows, ctx.weight).view_as(x) if ctx.needs_input_grad[0] else None
+        ctx.sink.add(ctx.weight, ctx.bias, x.reshape(-1, x.shape[-1]), rows)
         return input_gradient, None, None, None
 
 
