@@ -6,6 +6,7 @@ A contestant is built on every rank of its team and has one method, ``step(k) ->
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +14,7 @@ from benchmarks.workloads import MODEL, Workload
 from fourfold.initialize import initialize_
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
+from fourfold.models.norm import RMSNorm
 from fourfold.specs import Layout, OptimizerSection, RunSpec
 from fourfold.training import Trainer
 
@@ -67,12 +69,16 @@ class Plain:
 
 
 class Ddp(Plain):
-    """PyTorch's DistributedDataParallel, gradients as views of its buckets."""
+    """PyTorch's DistributedDataParallel, gradients as views of its buckets.
 
-    def __init__(self, workload: Workload, rank: int, ranks: int):
+    Around our own `Decoder`, or around one with PyTorch's own norms and loss in place of our kernels.
+    """
+
+    def __init__(self, workload: Workload, rank: int, ranks: int, *, own_decoder: bool):
         super().__init__(workload, rank, ranks)
         # DDP averages over ranks, so each rank's loss is scaled up by their number.
-        loss = _Loss(_decoder(), ranks / workload.tokens)
+        scale = ranks / workload.tokens
+        loss = _Loss(_decoder(), scale) if own_decoder else _PyTorchLoss(_decoder(), scale)
         self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
         self.optimizer = _adamw(self.module)
         self.ranks = ranks
@@ -91,6 +97,26 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Microbatch) -> Tensor:
         return self.model.loss_sum(batch) * self.scale
+
+
+class _PyTorchLoss(nn.Module):
+    """The same mathematics with `torch.nn.RMSNorm` and `torch.nn.functional.cross_entropy`."""
+
+    def __init__(self, model: Decoder, scale: float):
+        super().__init__()
+        self.model = model
+        self.scale = scale
+        for parent in list(model.modules()):
+            for name, norm in list(parent.named_children()):
+                if isinstance(norm, RMSNorm):
+                    plain = nn.RMSNorm(norm.weight.shape, eps=norm.eps)
+                    plain.weight = norm.weight
+                    setattr(parent, name, plain)
+
+    def forward(self, batch: Microbatch) -> Tensor:
+        logits_BSV = self.model(batch)
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
+        return loss * self.scale
 
 
 def _decoder() -> Decoder:

@@ -21,22 +21,28 @@ def ours(workload: Workload, rank: int, ranks: int) -> Ours:
     return Ours(workload, f"dp{ranks}")
 
 
-def measure(workload: Workload, ranks: int, *, rounds: int) -> Row:
-    """One row: ours, the peer and the limit, interleaved."""
+PEERS = {"torch DDP": False, "torch DDP around our Decoder": True}
+
+
+def measure(workload: Workload, ranks: int, *, rounds: int) -> list[Row]:
+    """A row for each peer: ours, the peers and the limit, interleaved."""
     builds: dict[str, Build] = {"ours": partial(ours, workload), "limit": partial(Plain, workload)}
     if ranks > 1:
-        builds["ddp"] = partial(Ddp, workload)
+        builds |= {peer: partial(Ddp, workload, own_decoder=own) for peer, own in PEERS.items()}
     scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
-    peer = "ddp" if ranks > 1 else "limit"
-    return Row.of(
-        workload.name,
-        f"dp{ranks}",
-        ours=scores["ours"],
-        peer="torch DDP" if ranks > 1 else "bare PyTorch loop",
-        peer_score=scores[peer],
-        limit=scores["limit"],
-        formula_bytes=formula_bytes(ranks),
-    )
+    peers = {peer: scores[peer] for peer in PEERS} if ranks > 1 else {"bare PyTorch loop": scores["limit"]}
+    return [
+        Row.of(
+            workload.name,
+            f"dp{ranks}",
+            ours=scores["ours"],
+            peer=peer,
+            peer_score=score,
+            limit=scores["limit"],
+            formula_bytes=formula_bytes(ranks),
+        )
+        for peer, score in peers.items()
+    ]
 
 
 def formula_bytes(ranks: int) -> float:
@@ -51,9 +57,10 @@ def formula_bytes(ranks: int) -> float:
 def main() -> None:
     options = arguments(__doc__, ranks=(1, 2, 4))
     rows = [
-        measure(WORKLOADS[name], ranks, rounds=options.rounds)
+        row
         for name in options.workloads
         for ranks in options.ranks
+        for row in measure(WORKLOADS[name], ranks, rounds=options.rounds)
     ]
     show(rows, json=options.json)
 

@@ -106,6 +106,14 @@ def test_the_norm_is_over_all_units_and_clipping_scales_all() -> None:
     torch.testing.assert_close(units[1].gradient, torch.tensor([0.0, 0.8]))
 
 
+def test_the_norm_of_a_large_unit_is_exact() -> None:
+    """One float32 sum over these 4 million squares would be off by 1e-4."""
+    unit = unit_of(nn.Linear(2000, 2001, bias=False))
+    unit.gradient.copy_(torch.randn(unit.gradient.shape, generator=torch.Generator().manual_seed(0)))
+    expected = float(unit.gradient.double().square().sum().sqrt())
+    assert gradient_norm([unit, unit]) == pytest.approx(expected * 2**0.5, rel=1e-7)
+
+
 def test_large_gradients_have_a_finite_norm() -> None:
     """The square of 1e20 overflows float32; its norm does not."""
     unit = unit_of(nn.Linear(2, 2, bias=False))

@@ -7,7 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fourfold.batch.units import Unit, parameter_sites, unit_users
+from fourfold.batch.reduction import segments_of_units
+from fourfold.batch.units import Unit, parameter_sites, parameter_users
 from fourfold.build import build, evaluation
 from fourfold.errors import UserError
 from fourfold.execute import Executor
@@ -26,7 +27,7 @@ class ParallelModel:
     Attributes:
         model: the module itself; its parameters keep their names and are views into the units' buffers.
         mesh: the ranks.
-        units: the flat buffers of weights and gradients, a unit a segment.
+        units: the flat buffers of weights and gradients, each of one or more neighbouring segments.
         program: what each pipeline rank does in a training step.
         executor: runs it.
     """
@@ -102,17 +103,20 @@ def parallelize(
     if frozen:
         raise ValueError(f"{frozen[0]} is frozen (and {len(frozen) - 1} more): every parameter is trained")
     sites = parameter_sites(model)
-    unit_parameters = unit_users(model, [piece.modules for piece in pieces])
+    high = master_dtype(dtype)
+    owned = parameter_users(model, [piece.modules for piece in pieces])
+    sizes = [sum(named[name].numel() * high.itemsize for name in parameters) for parameters in owned]
+    unit_segments = segments_of_units(sizes)
     units = [
         Unit(
-            piece.name,
-            {name: named[name] for name in users},
+            " to ".join(dict.fromkeys((pieces[segments[0]].name, pieces[segments[-1]].name))),
+            {name: named[name] for segment in segments for name in owned[segment]},
             sites,
             dtype=dtype,
-            master_dtype=master_dtype(dtype),
+            master_dtype=high,
             device=mesh.device,
         )
-        for piece, users in zip(pieces, unit_parameters, strict=True)
+        for segments in unit_segments
     ]
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
@@ -120,9 +124,12 @@ def parallelize(
     program = build(
         one_forward_one_backward(stages=1, microbatches=microbatches),
         segments_of_stage=[len(pieces)],
-        users=[
-            tuple(sorted({user for users in unit.values() for user in users})) for unit in unit_parameters
-        ],
+        users=[_users(owned[segments.start : segments.stop]) for segments in unit_segments],
     )
     executor = Executor(segments, units, weight_gradients=weight_gradients, batch_axis=mesh.batch)
     return ParallelModel(model, mesh, units, program, executor)
+
+
+def _users(owned: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[int, ...]:
+    """The segments that use any of the parameters."""
+    return tuple(sorted({user for parameters in owned for users in parameters.values() for user in users}))

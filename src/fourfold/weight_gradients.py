@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 class WeightGradients:
@@ -87,10 +86,11 @@ class WeightGradients:
             x_NI: (rows, in).
             gradient_NO: (rows, out).
         """
-        if self._queue is not None:
-            self._queue.append(lambda: self._add(weight, bias, x_NI, gradient_NO))
-        else:
+        if self._queue is None:  # inside a backward, where autograd records nothing
             self._add(weight, bias, x_NI, gradient_NO)
+        else:
+            later = torch.no_grad()(self._add)
+            self._queue.append(lambda: later(weight, bias, x_NI, gradient_NO))
 
     def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of an embedding.
@@ -101,10 +101,8 @@ class WeightGradients:
             gradient: (..., channels).
         """
         total = _gradient_of(weight)
-        with torch.no_grad():
-            total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(total.dtype))
+        total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(total.dtype))
 
-    @torch.no_grad()
     def _add(self, weight: Tensor, bias: Tensor | None, x_NI: Tensor, gradient_NO: Tensor) -> None:
         total = _gradient_of(weight)
         first = weight in self._untouched
@@ -132,7 +130,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -151,7 +148,6 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
         ctx.sink.add_rows(ctx.weight, ids, gradient)

@@ -1,6 +1,6 @@
 import pytest
 
-from fourfold.batch.reduction import reduction_events, with_reductions
+from fourfold.batch.reduction import UNIT_BYTES, reduction_events, segments_of_units, with_reductions
 from fourfold.build import expanded
 from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.program import Program
@@ -54,3 +54,21 @@ def test_one_rank_sends_nothing() -> None:
         reduction_events(program.ranks[0], layout=Layout(tp=4), unit_numels=[5], dtype="float32", itemsize=4)
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # At least 8 MiB, filled from the end of the model, which the backward finishes first.
+        ([4, 3, 3, 3, 3, 3, 3, 3, 3, 4], [(0, 1), (1, 4), (4, 7), (7, 10)]),
+        ([500, 400, 400, 500], [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        # A quarter of a small model.
+        ([1, 1, 1, 1], [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        ([0.5, 0.5, 1, 1, 0.25, 0.75], [(0, 2), (2, 3), (3, 4), (4, 6)]),
+        ([7], [(0, 1)]),
+    ],
+)
+def test_units_are_large_enough_and_several(sizes: list[float], expected: list[tuple[int, int]]) -> None:
+    units = segments_of_units([int(size * 2**20) for size in sizes])
+    assert [(unit.start, unit.stop) for unit in units] == expected
+    assert UNIT_BYTES == 8 * 2**20

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fourfold.batch.units import Unit, parameter_sites, unit_users
+from fourfold.batch.units import Unit, parameter_sites, parameter_users
 from fourfold.models import Decoder
 from fourfold.specs import ModelSpec
 
@@ -15,6 +15,7 @@ def decoder(name: str) -> Decoder:
 def units_of(model: Decoder, dtype: torch.dtype = torch.float32) -> list[Unit]:
     named, sites = dict(model.named_parameters()), parameter_sites(model)
     pieces = model.pieces()
+    owned = parameter_users(model, [piece.modules for piece in pieces])
     return [
         Unit(
             piece.name,
@@ -24,7 +25,7 @@ def units_of(model: Decoder, dtype: torch.dtype = torch.float32) -> list[Unit]:
             master_dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        for piece, users in zip(pieces, unit_users(model, [piece.modules for piece in pieces]), strict=True)
+        for piece, users in zip(pieces, owned, strict=True)
     ]
 
 
@@ -68,7 +69,7 @@ def test_matrices_lie_before_vectors() -> None:
 
 def test_a_tied_head_is_one_parameter_with_two_users() -> None:
     model = decoder("tiny-qwen3")
-    users = unit_users(model, [piece.modules for piece in model.pieces()])
+    users = parameter_users(model, [piece.modules for piece in model.pieces()])
     last = len(users) - 1
     assert users[0] == {"model.embed_tokens.weight": (0, last)}
     assert set(users[last]) == {"model.norm.weight"}

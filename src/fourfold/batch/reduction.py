@@ -12,6 +12,32 @@ from fourfold.program.actions import Action, Kind, Program
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
 
+UNIT_BYTES = 8 * 2**20
+"""A unit has at least so many bytes of gradients, or a quarter of the model's where that is less.
+
+Each reduction costs a latency, so small ones are joined; but what the backward finishes last has nothing to
+hide behind, so they are not joined to one.
+"""
+
+
+def segments_of_units(segment_bytes: Sequence[int]) -> list[range]:
+    """Join neighbouring segments to units, in the order of the backward: the last segments come first.
+
+    Args:
+        segment_bytes: of the gradients of each segment's parameters, in the order of the forward.
+
+    Returns:
+        The segments of each unit, in the order of the forward.
+    """
+    enough = min(UNIT_BYTES, sum(segment_bytes) / 4)
+    units: list[range] = []
+    stop = len(segment_bytes)
+    for start in reversed(range(len(segment_bytes))):
+        if start == 0 or sum(segment_bytes[start:stop]) >= enough:
+            units.insert(0, range(start, stop))
+            stop = start
+    return units
+
 
 def with_reductions(program: Program) -> Program:
     """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, then UPDATE."""

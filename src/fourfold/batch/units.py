@@ -1,4 +1,4 @@
-"""Flat buffers: the parameters of a segment, packed, so that they are reduced and updated as one.
+"""Flat buffers: the parameters of some segments, packed, so that they are reduced and updated as one.
 
 [Note: views for ever] A unit allocates one flat buffer of weights and one of gradients. The parameters are
 views into the first and their ``.grad`` are views into the second, from construction on: nothing is copied in
@@ -29,7 +29,7 @@ class Slot:
 
 
 class Unit:
-    """The parameters of one segment in flat buffers.
+    """The parameters of one or more neighbouring segments in flat buffers.
 
     Args:
         name: what error messages and tables call it, as in ``layer.3``.
@@ -102,12 +102,12 @@ def parameter_sites(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return sites
 
 
-def unit_users(
+def parameter_users(
     model: nn.Module, segments: Iterable[tuple[nn.Module, ...]]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """For each segment, the parameters of its unit, each with the segments that use it.
+    """For each segment, the parameters that belong to it, each with the segments that use it.
 
-    A parameter that several segments share belongs to the unit of the first one.
+    A parameter that several segments share belongs to the first one.
 
     Args:
         model: gives the names.
@@ -125,7 +125,7 @@ def unit_users(
                     known.append(index)
     missing = sorted(set(names.values()) - set(users))
     assert not missing, f"parameters in no segment: {missing}"
-    units: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
+    owned: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
     for name, segments_of in users.items():
-        units[segments_of[0]][name] = tuple(segments_of)
-    return units
+        owned[segments_of[0]][name] = tuple(segments_of)
+    return owned

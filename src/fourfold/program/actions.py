@@ -85,8 +85,8 @@ class Program:
         ranks: what each pipeline rank does, in order.
         rank_of_segment: the pipeline rank that holds each segment.
         microbatches: how many microbatches pass through the segments.
-        users: for each unit of parameters, the segments that compute with it, first use first. Unit ``u``
-            belongs to segment ``u``; a tied head makes the last segment a second user of unit 0.
+        users: for each unit of parameters, the segments that compute with it, first use first: neighbours
+            whose parameters were joined, and for the unit of a tied embedding also the last segment.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
