@@ -2,7 +2,7 @@
 
 A program is a list of actions for each pipeline rank, known before the step starts. An action acts on a
 *segment* (the embedding, a block, the head) and a microbatch. Schedules write the same type over *stages*
-(``layer/schedules.py``); `fourfold.program.build` expands stages to segments.
+(``layer/schedules.py``); `fourfold.build` expands stages to segments.
 """
 
 import re
