@@ -23,8 +23,8 @@ from tests.ranks import RankPool
 TINY = ModelSpec.preset("tiny")
 DATA = SyntheticDataset(TINY.vocab_size, sequence_length=24, seed=3)
 PARAMETERS = set(TINY.parameter_shapes())
-SEGMENT = 2
-IN_SEGMENT = {name for name in PARAMETERS if name.startswith("model.layers.1.")}
+UNIT = 1
+IN_UNIT = {name for name in PARAMETERS if name.startswith("model.layers.0.")}
 HIT = "model.layers.1.mlp.up_proj.weight"
 
 Update = Callable[[Tensor], None]
@@ -78,7 +78,7 @@ def without_one_reduction(patch: pytest.MonkeyPatch) -> Dataset:
     def step(
         self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
     ) -> Tensor:
-        actions = [a for a in self.program.ranks[0] if a != Action(Kind.REDUCE, SEGMENT)]
+        actions = [a for a in self.program.ranks[0] if a != Action(Kind.REDUCE, UNIT)]
         return self.executor.step(actions, batches, valid_tokens=valid_tokens, update=update)
 
     patch.setattr(ParallelModel, "step", step)
@@ -90,9 +90,9 @@ def test_a_skipped_reduction(ranks: RankPool) -> None:
     verification = outcome(ranks, without_one_reduction)
     assert not verification.passes
     assert failing(verification) == {
-        "loss": False, "norm": True, "gradients": IN_SEGMENT, "weights": IN_SEGMENT, "tokens": False,
+        "loss": False, "norm": True, "gradients": IN_UNIT, "weights": IN_UNIT, "tokens": False,
     }  # fmt: skip
-    assert verification.to_json()["gradient_worst"] in IN_SEGMENT
+    assert verification.to_json()["gradient_worst"] in IN_UNIT
 
 
 def mean_over_ranks(patch: pytest.MonkeyPatch) -> Dataset:

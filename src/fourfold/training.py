@@ -153,7 +153,9 @@ class Trainer:
             valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
             update=lambda _: None,
         )
-        backward_order = [item for unit in reversed(parallel.units) for item in unit.named(unit.gradient)]
+        gradients = dict(parallel.named_gradients())
+        names = [name for name, _ in parallel.model.named_parameters()]
+        backward_order = [(name, gradients[name]) for name in reversed(names)]
         bad = [
             index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()
         ]
