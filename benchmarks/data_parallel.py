@@ -1,6 +1,6 @@
 """Plain data parallelism against PyTorch's DistributedDataParallel, and one rank against a bare PyTorch loop.
 
-python benchmarks/data_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 8]
+python benchmarks/data_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 24]
 """
 
 import sys
@@ -24,7 +24,7 @@ def ours(workload: Workload, rank: int, ranks: int) -> Ours:
 PEERS = {"torch DDP": False, "torch DDP around our Decoder": True}
 
 
-def measure(workload: Workload, ranks: int, *, rounds: int) -> list[Row]:
+def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
     """A row for each peer: ours, the peers and the limit, interleaved."""
     builds: dict[str, Build] = {"ours": partial(ours, workload), "limit": partial(Plain, workload)}
     if ranks > 1:

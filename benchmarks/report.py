@@ -17,8 +17,8 @@ LOSS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: medians of steps, each of its slowest rank; bytes sent per rank and step,
-    by the formula and as counted on the loopback device."""
+    """One comparison: medians of steps, each of its slowest rank; the median of their ratios round by round,
+    with the quartiles; bytes sent per rank and step, by the formula and as counted on the loopback device."""
 
     workload: str
     layout: str
@@ -26,6 +26,8 @@ class Row:
     peer: str
     peer_seconds: float
     ratio: float
+    ratio_low: float
+    ratio_high: float
     limit_seconds: float
     formula_bytes: float
     ours_bytes: float
@@ -49,13 +51,16 @@ class Row:
         for k, (a, b) in enumerate(zip(ours.losses, peer_score.losses, strict=True)):
             if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
                 raise SystemExit(f"{workload} {layout}: at step {k} our loss is {a:.6f}, {peer}'s {b:.6f}")
+        low, ratio, high = ours.ratio(peer_score)
         return cls(
             workload=workload,
             layout=layout,
             ours_seconds=ours.seconds,
             peer=peer,
             peer_seconds=peer_score.seconds,
-            ratio=ours.seconds / peer_score.seconds,
+            ratio=ratio,
+            ratio_low=low,
+            ratio_high=high,
             limit_seconds=limit.seconds,
             formula_bytes=formula_bytes,
             ours_bytes=ours.bytes,
@@ -71,7 +76,7 @@ class Options:
 
     workloads: list[str]
     ranks: list[int]
-    rounds: int
+    rounds: int | None
     json: bool
 
 
@@ -80,7 +85,7 @@ def arguments(description: str | None, *, ranks: Sequence[int]) -> Options:
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="default: all")
     parser.add_argument("--ranks", action="append", type=int, choices=list(ranks), help="default: all")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant")
+    parser.add_argument("--rounds", type=int, help="steps of each contestant; default: by workload")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args()
     return Options(given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.json)
@@ -91,7 +96,9 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
     if json:
         print(json_module.dumps([asdict(row) for row in rows], indent=2))
         return
-    table = Table(title="medians of interleaved steps; ratio = ours / peer, below 1 is faster")
+    table = Table(
+        title="medians of interleaved steps; ratio = ours / peer round by round (quartiles), below 1 is faster"
+    )
     columns = (
         "workload",
         "layout",
@@ -115,7 +122,7 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
             f"{row.ours_seconds * 1e3:.1f}",
             row.peer,
             f"{row.peer_seconds * 1e3:.1f}",
-            f"{row.ratio:.3f}",
+            f"{row.ratio:.3f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})",
             f"{row.limit_seconds * 1e3:.1f}",
             f"{row.formula_bytes / 2**20:.1f}",
             f"{row.ours_bytes / 2**20:.1f}",

@@ -47,6 +47,13 @@ class Score:
         """The median step."""
         return statistics.median(self.step_seconds)
 
+    def ratio(self, peer: "Score") -> tuple[float, float, float]:
+        """The quartiles of the steps' times as multiples of the peer's in the same round; the middle one is
+        the result, the others say how sure it is."""
+        ratios = [ours / theirs for ours, theirs in zip(self.step_seconds, peer.step_seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        return low, middle, high
+
 
 class Team:
     """Rank processes that hold one contestant."""
@@ -68,16 +75,13 @@ class Team:
             self._processes.append(process)
         self._answers()
 
-    def run(self, first: int, steps: int) -> tuple[list[float], list[float], float]:
-        """Run steps; return seconds and summed losses step by step, and bytes sent per rank and step."""
+    def step(self, k: int) -> tuple[float, float, float]:
+        """Run step ``k``; return its seconds, the sum of the token losses, and the bytes sent per rank."""
         before = _loopback_bytes()
         for pipe in self._pipes:
-            pipe.send((first, steps))
-        answers = self._answers()
-        sent = (_loopback_bytes() - before) / (steps * self.ranks)
-        seconds = [max(times) for times in zip(*(a[0] for a in answers), strict=True)]
-        losses = [sum(values) for values in zip(*(a[1] for a in answers), strict=True)]
-        return seconds, losses, sent
+            pipe.send(k)
+        seconds, losses = zip(*self._answers(), strict=True)
+        return max(seconds), sum(losses), (_loopback_bytes() - before) / self.ranks
 
     def close(self) -> int:
         """End the processes; return the peak memory of the largest rank."""
@@ -92,18 +96,29 @@ class Team:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def interleaved(builds: dict[str, Build], ranks: int, *, rounds: int, workload: Workload) -> dict[str, Score]:
-    """Let every contestant take ``rounds`` turns, after one turn of warm-up."""
+WARM_UP = 3
+"""Steps before the first one that counts."""
+
+
+def interleaved(
+    builds: dict[str, Build], ranks: int, *, rounds: int | None, workload: Workload
+) -> dict[str, Score]:
+    """Let the contestants step in turns, one step each a round, in an order that changes from round to round.
+
+    Step i of one contestant and step i of another ran within seconds of each other, so their ratio says more
+    than that of two medians: see `Score.ratio`.
+    """
     teams = {name: Team(build, ranks) for name, build in builds.items()}
     scores = {name: Score() for name in builds}
-    steps = workload.steps_a_turn
-    for turn in range(rounds + 1):
-        order = list(teams) if turn % 2 else list(teams)[::-1]
-        for name in order:
-            seconds, losses, sent = teams[name].run(turn * steps, steps)
-            scores[name].losses += [loss / workload.tokens for loss in losses]
-            if turn:
-                scores[name].step_seconds += seconds
+    names = list(teams)
+    for k in range(WARM_UP + (rounds or workload.rounds)):
+        first = k % len(names)
+        order = names[first:] + names[:first]
+        for name in order if k // len(names) % 2 else order[::-1]:
+            seconds, loss, sent = teams[name].step(k)
+            scores[name].losses.append(loss / workload.tokens)
+            if k >= WARM_UP:
+                scores[name].step_seconds.append(seconds)
                 scores[name].bytes = sent
     for name, team in teams.items():
         scores[name].peak_bytes = team.close()
@@ -120,16 +135,12 @@ def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     contestant = build(rank, ranks)
     pipe.send(None)
-    while (job := pipe.recv()) is not None:
-        first, steps = job
-        seconds, losses = [], []
-        for k in range(first, first + steps):
-            if ranks > 1:
-                dist.barrier()
-            start = time.perf_counter()
-            losses.append(contestant.step(k))
-            seconds.append(time.perf_counter() - start)
-        pipe.send((seconds, losses))
+    while (k := pipe.recv()) is not None:
+        if ranks > 1:
+            dist.barrier()
+        start = time.perf_counter()
+        loss = contestant.step(k)
+        pipe.send((time.perf_counter() - start, loss))
     pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
     pipe.close()
     os._exit(0)  # gloo may abort while the interpreter winds down

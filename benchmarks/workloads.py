@@ -23,13 +23,13 @@ MODEL = ModelSpec(
 class Workload:
     """A dataset and a batch shape: how many sequences of which length make a step, over all ranks.
 
-    A contestant's turn is ``steps_a_turn`` steps, so that turns of both workloads take about as long.
+    ``rounds`` is how many steps of each contestant are measured unless told otherwise.
     """
 
     name: str
     sequence_length: int
     batch: int
-    steps_a_turn: int
+    rounds: int
 
     @property
     def tokens(self) -> int:
@@ -59,7 +59,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "dense": Workload("dense", sequence_length=512, batch=8, steps_a_turn=1),
-    "chatty": Workload("chatty", sequence_length=128, batch=8, steps_a_turn=4),
+    "dense": Workload("dense", sequence_length=512, batch=8, rounds=10),
+    "chatty": Workload("chatty", sequence_length=128, batch=8, rounds=24),
 }
 """``dense``: compute rules. ``chatty``: communication and overhead weigh four times as much."""

@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     "specs": 0,
     "flops": 0,
     "traffic": 0,
+    "allocator": 0,
     "learning_rate": 0,
     "program": 0,
     "layer.schedules": 0,

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_data_parallel_prints_its_rows() -> None:
-    command = "benchmarks/data_parallel.py --workload chatty --ranks 2 --rounds 1 --json"
+    command = "benchmarks/data_parallel.py --workload chatty --ranks 2 --rounds 2 --json"
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
@@ -20,7 +20,8 @@ def test_data_parallel_prints_its_rows() -> None:
     assert [row["peer"] for row in rows] == ["torch DDP", "torch DDP around our Decoder"]
     row = rows[0]
     assert set(row) == {
-        "workload", "layout", "ours_seconds", "peer", "peer_seconds", "ratio", "limit_seconds",
+        "workload", "layout", "ours_seconds", "peer", "peer_seconds", "ratio", "ratio_low", "ratio_high",
+        "limit_seconds",
         "formula_bytes", "ours_bytes", "peer_bytes", "ours_peak_bytes", "peer_peak_bytes",
     }  # fmt: skip
     assert (row["workload"], row["layout"]) == ("chatty", "dp2")

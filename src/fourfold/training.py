@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fourfold.allocator import keep_freed_memory
 from fourfold.collectives import all_gather, all_reduce_
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
@@ -109,6 +110,8 @@ class Trainer:
 
     def __init__(self, run: RunSpec, model_spec: ModelSpec, mesh: Mesh, *, data: Dataset):
         training = run.training
+        if mesh.device.type == "cpu":
+            keep_freed_memory()
         self.parallel = initialized(
             model_spec, mesh, microbatches=training.microbatches, dtype=training.dtype, seed=run.seed
         )
