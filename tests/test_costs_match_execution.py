@@ -1,13 +1,17 @@
-"""What floor 0 predicts is what the running code does: the same events, in the same order, exactly."""
+"""What floor 0 predicts is what the running code does: events and bytes, exactly."""
 
 import pytest
+import torch
 from torch import Tensor
 
-from fourfold.batch.reduction import reduction_events
+from fourfold.batch.costs import Held, batch_events, held_bytes
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
-from fourfold.specs import Layout, ModelSpec
+from fourfold.optimizer import gradient_norm
+from fourfold.parallel_model import ParallelModel
+from fourfold.program.actions import Action
+from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.traffic import Event, sent_bytes
 from fourfold.training import initialized, rank_batches
 from tests.ranks import RankPool
@@ -15,53 +19,153 @@ from tests.ranks import RankPool
 BATCH = 24
 
 
+def on_a_rank(
+    layout: str, model: str, microbatches: int, dtype: str, sharding: ShardingSection
+) -> ParallelModel:
+    return initialized(
+        ModelSpec.preset(model),
+        Mesh(Layout.parse(layout)),
+        microbatches=microbatches,
+        dtype=dtype,
+        seed=0,
+        sharding=sharding,
+    )
+
+
+def run_step(parallel: ParallelModel) -> None:
+    data = SyntheticDataset(parallel.model.spec.vocab_size, sequence_length=16, seed=0)
+    batches = rank_batches(
+        data, parallel.mesh, step=0, batch=BATCH, microbatches=parallel.program.microbatches
+    )
+
+    def update(_: Tensor) -> None:
+        gradient_norm(parallel.units, parallel.mesh.fsdp)
+
+    parallel.step(batches, valid_tokens=data.valid_tokens(0, BATCH), update=update)
+
+
 def events_of_a_step(
-    layout: str, model: str, microbatches: int, dtype: str
+    layout: str, model: str, microbatches: int, dtype: str, sharding: ShardingSection
 ) -> tuple[list[Event], list[Event]]:
     """Those recorded, those predicted."""
-    spec, mesh = ModelSpec.preset(model), Mesh(Layout.parse(layout))
-    parallel = initialized(spec, mesh, microbatches=microbatches, dtype=dtype, seed=0)
-    data = SyntheticDataset(spec.vocab_size, sequence_length=16, seed=0)
-    batches = rank_batches(data, mesh, step=0, batch=BATCH, microbatches=microbatches)
-
-    def update(loss_sum: Tensor) -> None:
-        pass
-
+    parallel = on_a_rank(layout, model, microbatches, dtype, sharding)
     with record() as events:
-        parallel.step(batches, valid_tokens=data.valid_tokens(0, BATCH), update=update)
-    reduce_dtype, itemsize = ("float64", 8) if dtype == "float64" else ("float32", 4)
-    predicted = reduction_events(
-        parallel.program.ranks[0],
-        layout=mesh.layout,
-        unit_numels=parallel.unit_numels,
-        dtype=reduce_dtype,
-        itemsize=itemsize,
-    )
-    return list(events), predicted
+        run_step(parallel)
+    units = [unit.size for unit in parallel.units]
+    return list(events), batch_events(parallel.program, rank=0, layout=parallel.mesh.layout, units=units)
+
+
+LAYOUTS = [
+    ("dp1", 2), ("dp2", 1), ("dp3", 2), ("dp4", 3),
+    ("fsdp2", 1), ("fsdp3", 2), ("fsdp4", 3), ("fsdp4:zero1", 2), ("fsdp4:zero2", 2), ("dp2,fsdp2", 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize(("layout", "microbatches"), [("dp1", 2), ("dp2", 1), ("dp3", 2), ("dp4", 3)])
+@pytest.mark.parametrize(("layout", "microbatches"), LAYOUTS)
 def test_the_events_of_a_step_are_those_predicted(
     ranks: RankPool, layout: str, microbatches: int, dtype: str
 ) -> None:
     world_size = Layout.parse(layout).world_size
-    for recorded, predicted in ranks(world_size, events_of_a_step, layout, "tiny", microbatches, dtype):
-        assert recorded == predicted
-        assert len(recorded) == 0 if world_size == 1 else len(recorded) > 2
+    for pieces in ("auto", "flat") if "fsdp" in layout else ("auto",):
+        sharding = ShardingSection(pieces=pieces)
+        for recorded, predicted in ranks(
+            world_size, events_of_a_step, layout, "tiny", microbatches, dtype, sharding
+        ):
+            assert recorded == predicted
+            assert len(recorded) == 0 if world_size == 1 else len(recorded) > 2
 
 
 def test_accumulation_sends_no_more(ranks: RankPool) -> None:
-    """Gradients are reduced once a step, whatever the number of microbatches."""
-    one, four = (
-        ranks(2, events_of_a_step, "dp2", "tiny", microbatches, "float32")[0][0] for microbatches in (1, 4)
-    )
-    assert one == four
+    """Gradients are reduced once a step, whatever the number of microbatches, where they are replicated."""
+    for layout, accumulate in (("dp2", "pieces"), ("fsdp2:zero1", "pieces"), ("fsdp2", "whole")):
+        sharding = ShardingSection(accumulate=accumulate)
+        one, four = (
+            ranks(2, events_of_a_step, layout, "tiny", microbatches, "float32", sharding)[0][0]
+            for microbatches in (1, 4)
+        )
+        if layout == "fsdp2":  # and weights are gathered once, not for the backward again
+            one = ranks(2, events_of_a_step, layout, "tiny", 2, "float32", sharding)[0][0]
+        assert one == four
 
 
 def test_the_gradients_sent_are_those_of_the_model(ranks: RankPool) -> None:
     """2(W-1)/W x 4 bytes a parameter, plus the loss; a tied head is sent once."""
     for model in ("tiny", "tiny-qwen3"):
-        recorded, _ = ranks(4, events_of_a_step, "dp4", model, 1, "float32")[0]
+        recorded, _ = ranks(4, events_of_a_step, "dp4", model, 1, "float32", ShardingSection())[0]
         total = sum(sent_bytes(event, 4) for event in recorded)
         assert total == 1.5 * (4 * ModelSpec.preset(model).num_parameters + 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathers", "microbatches"),
+    [("fsdp4", 2, 1), ("fsdp4:zero1", 1, 1), ("fsdp4:zero2", 1, 1), ("fsdp4:zero1", 1, 4), ("fsdp4", 2, 2)],
+)
+def test_what_sharding_sends(ranks: RankPool, layout: str, gathers: int, microbatches: int) -> None:
+    """FSDP: weights for every forward and backward, gradients once; ZeRO-1 and 2: weights once.
+
+    Less than the textbook's: the embedding's backward reads no weights, the last unit stays at the turn.
+    """
+    spec = ModelSpec.preset("tiny")
+    sharding = ShardingSection(pieces="rows")
+    recorded, _ = ranks(4, events_of_a_step, layout, "tiny", microbatches, "float32", sharding)[0]
+    shapes = spec.parameter_shapes()
+    embedding = 4 * torch.Size(shapes["model.embed_tokens.weight"]).numel()
+    head = 4 * (torch.Size(shapes["lm_head.weight"]).numel() + spec.hidden_size)
+    total = 4 * spec.num_parameters
+    passes = microbatches if gathers == 2 else 1
+    gathered = sum(event.bytes for event in recorded if event.op == "all_gather")
+    # Between two microbatches the embedding is needed again right away only if its backward read it.
+    assert gathered == gathers * passes * total - (passes * (embedding + head) if gathers == 2 else 0)
+    reduced = sum(event.bytes for event in recorded if event.op == "reduce_scatter")
+    assert reduced == total * passes
+
+
+def test_replicas_are_summed_once_a_step(ranks: RankPool) -> None:
+    for microbatches in (1, 4):
+        recorded, _ = ranks(
+            4, events_of_a_step, "dp2,fsdp2", "tiny", microbatches, "float32", ShardingSection(pieces="rows")
+        )[0]
+        over_replicas = [event for event in recorded if event.axis == "dp"]
+        assert all(event.op == "all_reduce" for event in over_replicas)
+        assert sum(event.bytes for event in over_replicas) == pytest.approx(
+            2 * ModelSpec.preset("tiny").num_parameters, rel=0.02
+        )
+
+
+def held_in_a_step(
+    layout: str, microbatches: int, dtype: str, sharding: ShardingSection
+) -> tuple[int, int, Held]:
+    """Bytes at rest and at most, as counted, and as predicted. Temporary buffers are not counted."""
+    parallel = on_a_rank(layout, "tiny", microbatches, dtype, sharding)
+    seen: list[int] = []
+    executor = parallel.executor
+
+    def watched(run):  # type: ignore[no-untyped-def]
+        def wrapped(state: object, action: Action) -> None:
+            run(state, action)
+            seen.append(sum(unit.held_bytes for unit in parallel.units))
+
+        return wrapped
+
+    rest = sum(unit.held_bytes for unit in parallel.units)
+    executor._run = {kind: watched(run) for kind, run in executor._run.items()}
+    run_step(parallel)
+    assert sum(unit.held_bytes for unit in parallel.units) == rest, "a step left something behind"
+    predicted = held_bytes(
+        parallel.program, rank=0, units=[unit.size for unit in parallel.units], temporary=False
+    )
+    return rest, max(seen), predicted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"])
+def test_bytes_held_are_those_predicted(ranks: RankPool, layout: str, prefetch: int, dtype: str) -> None:
+    for pieces, microbatches in (("auto", 1), ("flat", 2)):
+        sharding = ShardingSection(pieces=pieces, prefetch=prefetch)
+        for rest, peak, predicted in ranks(
+            Layout.parse(layout).world_size, held_in_a_step, layout, microbatches, dtype, sharding
+        ):
+            assert rest == predicted.rest
+            assert peak == pytest.approx(predicted.peak, rel=0.05)

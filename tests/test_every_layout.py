@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
-from fourfold.specs import Layout, ModelSpec
+from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.verify import Verification, verify
 from tests.ranks import RankPool
 
@@ -51,6 +51,55 @@ def test_accumulation_does_not_change_the_numbers(ranks: RankPool) -> None:
     for microbatches in (1, 3, 12):
         outcome = compare(ranks, "dp2", "tiny", batch=24, microbatches=microbatches, dtype="float64")
         assert outcome.passes, outcome.to_json()
+
+
+SHARDED = ["fsdp2", "fsdp3", "fsdp4", "fsdp4:zero1", "fsdp4:zero2", "dp2,fsdp2"]
+
+
+PIECES = ["auto", "matrices", "rows", "flat"]
+KINDS = [("tiny", 1), ("tiny-qwen3", 4), ("tiny", 4), ("tiny-qwen3", 1)]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("layout", SHARDED)
+def test_sharded_equals_one_process(ranks: RankPool, layout: str, pieces: str) -> None:
+    """Every placement and granularity; each layout untied and tied, with 1 and 4 microbatches."""
+    model, microbatches = KINDS[(SHARDED.index(layout) + PIECES.index(pieces)) % 4]
+    batch = Layout.parse(layout).world_size * 4
+    options = {"batch": batch, "microbatches": microbatches, "dtype": "float64", "steps": 2}
+    outcome = compare(ranks, layout, model, **options, sharding=ShardingSection(pieces=pieces))
+    assert outcome.passes, outcome.to_json()
+    assert max(outcome.loss.error, outcome.norm.error, outcome.weights[0].error) < 1e-12
+    assert len(outcome.gradients) == len(ModelSpec.preset(model).parameter_shapes())
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "prefetch"),
+    [
+        ("fsdp2", "pieces", 0), ("fsdp2", "pieces", 3), ("fsdp2", "whole", 1), ("fsdp2", "whole", 99),
+        ("fsdp2:zero2", "whole", 0), ("dp2,fsdp2", "whole", 1), ("dp2,fsdp2", "pieces", 99),
+    ],
+)  # fmt: skip
+def test_when_weights_and_gradients_move_does_not_matter(
+    ranks: RankPool, layout: str, accumulate: str, prefetch: int
+) -> None:
+    sharding = ShardingSection(prefetch=prefetch, accumulate=accumulate)
+    options = {"batch": 12, "microbatches": 3, "dtype": "float64", "steps": 2}
+    outcome = compare(ranks, layout, "tiny", **options, sharding=sharding)
+    assert outcome.passes, outcome.to_json()
+
+
+def test_a_sharded_rank_without_valid_tokens(ranks: RankPool) -> None:
+    outcome = compare(ranks, "fsdp3", "tiny", batch=3, dtype="float64")
+    assert outcome.valid_tokens[1] == 0
+    assert outcome.passes, outcome.to_json()
+
+
+@pytest.mark.parametrize("layout", ["fsdp4", "fsdp4:zero1", "dp2,fsdp2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_in_lower_precision(ranks: RankPool, layout: str, dtype: str) -> None:
+    outcome = compare(ranks, layout, "tiny", batch=24, microbatches=2, dtype=dtype)
+    assert outcome.passes, outcome.to_json()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,33 +1,88 @@
 """The passes that write a step's program, in order."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
+from fourfold.specs.placement import REPLICATED, Placement
+
+
+@dataclass(frozen=True)
+class UnitUse:
+    """A unit of parameters: the segments that compute with it, and whether it is trained."""
+
+    users: tuple[int, ...]
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights and gradients are spread on the Batch axis, and when they move.
+
+    Attributes:
+        placement: what is cut over the fsdp axis.
+        replicas: whether each piece has several owners, on the dp axis.
+        prefetch: how many compute actions ahead of its use a unit is gathered.
+        keep: hold gathered weights and whole gradients over all microbatches of a step.
+    """
+
+    placement: Placement = REPLICATED
+    replicas: bool = False
+    prefetch: int = 1
+    keep: bool = False
 
 
 def build(
-    schedule: Program, *, segments_of_stage: Sequence[int], users: Sequence[tuple[int, ...]]
+    schedule: Program,
+    *,
+    segments_of_stage: Sequence[int],
+    units: Sequence[UnitUse],
+    sharding: Sharding,
+    lookups: frozenset[int] = frozenset(),
 ) -> Program:
     """Write the program of a training step, checked.
 
     Args:
         schedule: the order of F and B (or I and W) over stages, from `fourfold.layer.schedules`.
         segments_of_stage: how many segments each stage holds.
-        users: for each unit of parameters, the segments that compute with it.
+        units: the parameters that are gathered and reduced together.
+        sharding: where they live.
+        lookups: the segments whose backward does not read their weights.
     """
-    program = expanded(schedule, segments_of_stage=segments_of_stage, users=users)
-    program = with_reductions(program)
+    program = expanded(schedule, segments_of_stage=segments_of_stage)
+    program = replace(
+        program,
+        users=tuple(unit.users for unit in units),
+        frozen=frozenset(index for index, unit in enumerate(units) if not unit.trained),
+        lookups=lookups,
+        placement=sharding.placement,
+    )
+    program = with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
+    program = with_reductions(
+        program,
+        every_microbatch=sharding.placement.gradients and not sharding.keep,
+        replicas=sharding.replicas and sharding.placement.optimizer,
+    )
     check(program)
     return program
 
 
-def expanded(
-    schedule: Program, *, segments_of_stage: Sequence[int], users: Sequence[tuple[int, ...]]
-) -> Program:
+def evaluation(training: Program, *, microbatches: int, sharding: Sharding) -> Program:
+    """The program of an evaluation on one stage: forwards only, one microbatch after another."""
+    forwards = tuple(
+        Action(Kind.FORWARD, segment, m)
+        for m in range(microbatches)
+        for segment in range(training.num_segments)
+    )
+    program = replace(training, ranks=(forwards,), microbatches=microbatches)
+    return with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
+
+
+def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:
     """Return ``schedule`` with each action on a stage written out over the stage's segments.
 
     Forwards go through the segments in order, every kind of backward in reverse.
@@ -35,10 +90,9 @@ def expanded(
     first = [0, *accumulate(segments_of_stage)]
 
     def over_segments(action: Action) -> list[Action]:
-        assert action.segment is not None
         segments = range(first[action.segment], first[action.segment + 1])
         order = segments if action.kind is Kind.FORWARD else reversed(segments)
-        return [replace(action, segment=segment) for segment in order]
+        return [replace(action, place=segment) for segment in order]
 
     return Program(
         ranks=tuple(
@@ -51,19 +105,5 @@ def expanded(
             for _ in range(size)
         ),
         microbatches=schedule.microbatches,
-        users=tuple(users),
-    )
-
-
-def evaluation(*, segments: int, microbatches: int) -> Program:
-    """The program of an evaluation on one stage: forwards only, one microbatch after another."""
-    return Program(
-        ranks=(
-            tuple(
-                Action(Kind.FORWARD, segment, m) for m in range(microbatches) for segment in range(segments)
-            ),
-        ),
-        rank_of_segment=(0,) * segments,
-        microbatches=microbatches,
         users=(),
     )

@@ -77,7 +77,17 @@ class _Step:
     trace: Trace
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    pending: list[Pending] = field(default_factory=list)
+    gathers: dict[int, Pending] = field(default_factory=dict)
+    reductions: dict[int, Pending] = field(default_factory=dict)
+    others: list[Pending] = field(default_factory=list)
+
+    @property
+    def is_communicating(self) -> bool:
+        """Whether a collective may still read or write a buffer."""
+        return bool(self.gathers or self.reductions or self.others)
+
+
+_Run = Callable[[_Step, Action], None]
 
 
 class Executor:
@@ -85,9 +95,10 @@ class Executor:
 
     Args:
         segments: the model's segments, in order.
-        units: the parameters of each segment.
+        units: the flat buffers of the model's parameters.
+        units_of_segment: for each segment, the units that it computes with.
         weight_gradients: where the linear layers put their weight gradients.
-        batch_axis: over which gradients are summed (dp x fsdp x cp).
+        batch_axis: over which the loss is summed (dp x fsdp x cp).
     """
 
     def __init__(
@@ -95,25 +106,30 @@ class Executor:
         segments: Sequence[Segment],
         units: Sequence[Unit],
         *,
+        units_of_segment: Sequence[Sequence[int]],
         weight_gradients: WeightGradients,
         batch_axis: Axis,
     ):
         self._segments = segments
         self._units = units
+        self._units_of_segment = units_of_segment
         self._weight_gradients = weight_gradients
         self._batch_axis = batch_axis
         self._device = units[0].master.device
-        # After a failed step: collectives may still be writing into the gradient buffers.
-        self._is_reducing = False
+        # After a failed step: collectives may still be writing into buffers.
+        self._is_broken = False
         self.trace = Trace(self._device)
         """Of the last step."""
-        self._run = {
+        self._run: dict[Kind, _Run] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._backward,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
-            Kind.LOSS: self._collective,
-            Kind.REDUCE: self._collective,
+            Kind.GATHER: self._gather,
+            Kind.FREE: self._free,
+            Kind.REDUCE: self._reduce,
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.LOSS: self._loss,
             Kind.UPDATE: self._update,
         }
 
@@ -138,39 +154,36 @@ class Executor:
             The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
             LOSS: of this rank's microbatches.)
         """
-        if self._is_reducing:
-            raise RuntimeError("a step failed while its gradients were being summed: build the model anew")
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self.trace = Trace(self._device)
         state = _Step(batches, valid_tokens, loss_sum, update, self.trace)
-        self._weight_gradients.begin_step_()
-        try:
-            for action in actions:
-                self._run[action.kind](state, action)
-        except BaseException:
-            for segment in self._segments:
-                segment.reset()
-            self._is_reducing = bool(state.pending) and self._batch_axis.size > 1
-            raise
+        for unit in self._units:
+            unit.begin_step_()
+        self._interpret(actions, state, self._run)
         return state.loss_sum
 
     def evaluate(self, actions: Sequence[Action], batches: Sequence[Microbatch]) -> Tensor:
         """Run a program of forwards; return the sum of the token losses."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        x: Tensor | None = None
-        for action in actions:
-            assert action.kind is Kind.FORWARD
-            assert action.segment is not None
-            assert action.microbatch is not None
-            x = self._segments[action.segment].evaluate(
-                None if action.segment == 0 else x, batches[action.microbatch]
-            )
-            if action.segment == len(self._segments) - 1:
-                loss_sum += x
-        return loss_sum
+        state = _Step(batches, 0, loss_sum, lambda _: None, Trace(self._device))
+        self._interpret(actions, state, self._run | {Kind.FORWARD: self._evaluate})
+        return state.loss_sum
+
+    def _interpret(self, actions: Sequence[Action], state: _Step, run: dict[Kind, _Run]) -> None:
+        if self._is_broken:
+            raise RuntimeError("a step failed while ranks were communicating: build the model anew")
+        try:
+            for action in actions:
+                run[action.kind](state, action)
+        except BaseException:
+            for segment in self._segments:
+                segment.reset()
+            self._is_broken = state.is_communicating and self._batch_axis.size > 1
+            raise
 
     def _forward(self, state: _Step, action: Action) -> None:
-        segment, microbatch = _place(action)
+        segment, microbatch = action.segment, action.microbatch
+        self._wait_for_weights(state, segment)
         start = state.trace.now()
         x = state.outputs.pop((segment - 1, microbatch), None)
         y = self._segments[segment].forward(microbatch, x, state.batches[microbatch])
@@ -181,8 +194,20 @@ class Executor:
             state.outputs[segment, microbatch] = y
         state.trace.add(action, start)
 
+    def _evaluate(self, state: _Step, action: Action) -> None:
+        segment, microbatch = action.segment, action.microbatch
+        self._wait_for_weights(state, segment)
+        x = state.outputs.pop((segment - 1, microbatch), None)
+        y = self._segments[segment].evaluate(x, state.batches[microbatch])
+        if segment == len(self._segments) - 1:
+            state.loss_sum += y
+        else:
+            state.outputs[segment, microbatch] = y
+
     def _backward(self, state: _Step, action: Action) -> None:
-        segment, microbatch = _place(action)
+        segment, microbatch = action.segment, action.microbatch
+        self._wait_for_weights(state, segment)
+        self._take_gradients(state, segment)
         start = state.trace.now()
         run = self._segments[segment]
         backward = run.backward if action.kind is Kind.BACKWARD else run.input_gradient
@@ -192,32 +217,67 @@ class Executor:
         state.trace.add(action, start)
 
     def _weight_gradient(self, state: _Step, action: Action) -> None:
-        segment, microbatch = _place(action)
+        self._take_gradients(state, action.segment)
         start = state.trace.now()
-        self._segments[segment].weight_gradient(microbatch)
+        self._segments[action.segment].weight_gradient(action.microbatch)
         state.trace.add(action, start)
 
-    def _collective(self, state: _Step, action: Action) -> None:
-        if action.kind is Kind.LOSS:
-            pending = all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
-        else:
-            assert action.segment is not None
-            unit = self._units[action.segment]
-            self._weight_gradients.finish_(unit.parameters)
-            pending = unit.reduce(self._batch_axis)
+    def _wait_for_weights(self, state: _Step, segment: int) -> None:
+        for index in self._units_of_segment[segment]:
+            if pending := state.gathers.pop(index, None):
+                pending.wait()
+                state.trace.waited(pending)
+
+    def _take_gradients(self, state: _Step, segment: int) -> None:
+        """Make room for the weight gradients of a segment. An earlier one may still be on its way."""
+        for index in self._units_of_segment[segment]:
+            unit = self._units[index]
+            if unit.placement.gradients:
+                self._finish_reduction(state, index)
+            if unit.take_gradient_():
+                self._weight_gradients.begin_(unit.parameters)
+
+    def _gather(self, state: _Step, action: Action) -> None:
+        state.gathers[action.unit] = self._start(state, action, self._units[action.unit].gather())
+
+    def _free(self, state: _Step, action: Action) -> None:
+        start = state.trace.now()
+        self._units[action.unit].free_()
+        state.trace.add(action, start)
+
+    def _reduce(self, state: _Step, action: Action) -> None:
+        unit = self._units[action.unit]
+        if unit.placement.gradients:  # [Note: one reduction in flight]
+            for index in list(state.reductions):
+                self._finish_reduction(state, index)
+        self._weight_gradients.finish_(unit.parameters)
+        state.reductions[action.unit] = self._start(state, action, unit.reduce())
+
+    def _finish_reduction(self, state: _Step, index: int) -> None:
+        if pending := state.reductions.pop(index, None):
+            result = pending.wait()
+            state.trace.waited(pending)
+            self._units[index].finish_reduce_(result)
+
+    def _all_reduce(self, state: _Step, action: Action) -> None:
+        self._finish_reduction(state, action.unit)
+        state.others.append(self._start(state, action, self._units[action.unit].all_reduce()))
+
+    def _loss(self, state: _Step, action: Action) -> None:
+        pending = all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
+        state.others.append(self._start(state, action, pending))
+
+    def _start(self, state: _Step, action: Action, pending: Pending) -> Pending:
         state.trace.started(action, pending)
-        state.pending.append(pending)
+        return pending
 
     def _update(self, state: _Step, action: Action) -> None:
-        for pending in state.pending:
+        for index in list(state.reductions):
+            self._finish_reduction(state, index)
+        while state.others:
+            pending = state.others.pop()
             pending.wait()
             state.trace.waited(pending)
         start = state.trace.now()
         state.update(state.loss_sum)
         state.trace.add(action, start)
-
-
-def _place(action: Action) -> tuple[int, int]:
-    assert action.segment is not None
-    assert action.microbatch is not None
-    return action.segment, action.microbatch

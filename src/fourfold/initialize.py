@@ -5,7 +5,8 @@ Any rank can make any part of any parameter alone, and all ranks agree, whatever
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,40 +47,58 @@ def normal_box(seed: int, name: str, shape: Sequence[int], box: Sequence[slice])
     return normal(seed, name, rows.start * width, len(rows) * width).view(len(rows), *shape[1:])[:, *box[1:]]
 
 
-def initialize_(targets: Mapping[str, Tensor], module: nn.Module, *, seed: int, std: float) -> None:
+@dataclass(frozen=True)
+class Part:
+    """A run of a flattened parameter that wants its initial values.
+
+    Attributes:
+        name: of the parameter. One that has several names (a tied head) goes by its first.
+        first: the index of the run's first element.
+        target: the tensor to write, of any shape.
+    """
+
+    name: str
+    first: int
+    target: Tensor
+
+
+def initialize_(parts: Iterable[Part], module: nn.Module, *, seed: int, std: float) -> None:
     """Write initial weights: matrices Normal(0, std), norm weights 1, biases 0.
 
     All matrices have the same spread, as in Hugging Face's models; none depends on the number of layers. The
     float64 values are rounded to the target's dtype, so models of different precision start alike.
 
     Args:
-        targets: the tensors to write, by parameter name: the parameters themselves or their master copies.
-            A parameter that has several names (a tied head) goes by its first.
+        parts: what this rank holds: whole parameters, their master copies, or pieces of them.
         module: says which kind of layer each parameter belongs to.
         seed: of the run.
         std: of the matrices.
 
-    Raises TypeError for a parameter of any other kind of module, or on the meta device, and KeyError for one
-    without a target.
+    Raises TypeError for a parameter of any other kind of module, or on the meta device.
     """
-    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_parameters()}
-    for name, owner in owners.items():
-        target, short = targets[name].detach(), name.rpartition(".")[2]
+    for part in parts:
+        owner_name, _, short = part.name.rpartition(".")
+        owner, target = module.get_submodule(owner_name), part.target.detach()
         if target.is_meta:
-            raise TypeError(f"{name} is on the meta device: give it storage first")
+            raise TypeError(f"{part.name} is on the meta device: give it storage first")
         if isinstance(owner, RMSNorm) and short == "weight":
             target.fill_(1.0)
         elif isinstance(owner, nn.Linear) and short == "bias":
             target.zero_()
         elif isinstance(owner, nn.Linear | nn.Embedding) and short == "weight":
-            _normal_(target, seed, name, std)
+            _normal_(target, seed, part.name, part.first, std)
         else:
             kind = type(owner).__name__
-            raise TypeError(f"{name} has no initial value: {kind} is no Linear, Embedding or RMSNorm")
+            raise TypeError(f"{part.name} has no initial value: {kind} is no Linear, Embedding or RMSNorm")
 
 
-def _normal_(target: Tensor, seed: int, name: str, std: float) -> None:
+def whole(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """The parts where each parameter is held whole."""
+    return [Part(name, 0, tensor) for name, tensor in tensors.items()]
+
+
+def _normal_(target: Tensor, seed: int, name: str, first: int, std: float) -> None:
     flat = target.view(-1)
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
-        part.copy_(normal(seed, name, start, len(part)).mul_(std))
+        part.copy_(normal(seed, name, first + start, len(part)).mul_(std))

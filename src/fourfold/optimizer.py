@@ -1,52 +1,120 @@
-"""The optimizer on flat buffers: AdamW or SGD, the gradient norm, clipping."""
+"""The optimizer on flat buffers: AdamW, Muon or SGD on the pieces that a rank owns, the gradient norm, clipping."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.batch.units import Unit
+from fourfold.collectives import all_reduce_
+from fourfold.errors import UserError
+from fourfold.mesh import Axis
+from fourfold.parallel_model import ParallelModel
 from fourfold.specs import OptimizerSection
 
 
-def flat_parameters(units: Sequence[Unit]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The master weights as few flat parameters whose ``.grad`` are the flat gradients.
+@dataclass(frozen=True)
+class Owned:
+    """What a rank's optimizer updates: parameters whose ``.grad`` are the summed gradients, all of them views.
 
-    Returns:
-        Those that decay (matrices) and those that do not (norms, biases), views into the units' buffers.
+    Attributes:
+        matrices: matrices of blocks, each in its shape, where they are asked for by name.
+        decayed: other matrices, as few flat runs.
+        plain: norms and biases, as few flat runs.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+
+    matrices: list[nn.Parameter]
+    decayed: list[nn.Parameter]
+    plain: list[nn.Parameter]
+
+
+def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozenset()) -> Owned:
+    """The master pieces of this rank as parameters, views into the units' buffers.
+
+    Weight decay follows the parameters' own shapes: matrices come first in a piece, norms and biases after them.
+
+    Args:
+        units: of the model.
+        matrices: the names of those to return in their shapes. The rank owns each whole or not at all.
+
+    Raises UserError where a rank owns only a part of one of ``matrices``.
+    """
+    found = Owned([], [], [])
+
+    def add(target: list[nn.Parameter], unit: Unit, part: slice, shape: Sequence[int] = (-1,)) -> None:
+        if unit.master[part].numel():
+            parameter = nn.Parameter(unit.master[part].view(*shape))
+            parameter.grad = unit.summed[part].view(*shape)
+            target.append(parameter)
+
     for unit in units:
-        for target, part in ((decayed, slice(unit.num_decayed)), (plain, slice(unit.num_decayed, None))):
-            if unit.master[part].numel():
-                parameter = nn.Parameter(unit.master[part])
-                parameter.grad = unit.gradient[part]
-                target.append(parameter)
-    return decayed, plain
+        if not unit.is_trained:
+            continue
+        start = 0
+        for owned in unit.owned:
+            if owned.name in matrices:
+                if not owned.is_whole:
+                    raise UserError(
+                        f"Muon needs whole matrices, and a rank owns a part of {owned.name} (Batch axis): "
+                        "use sharding.pieces = 'matrices'"
+                    )
+                add(found.decayed, unit, slice(start, owned.part.start))
+                add(found.matrices, unit, owned.part, owned.shape)
+                start = owned.part.stop
+        add(found.decayed, unit, slice(start, max(start, unit.num_decayed)))
+        add(found.plain, unit, slice(unit.num_decayed, len(unit.summed)))
+    return found
 
 
-def adamw(units: Sequence[Unit], spec: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) on the units' master weights; only matrices decay."""
-    decayed, plain = flat_parameters(units)
-    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
+def optimizers(parallel: ParallelModel, spec: OptimizerSection) -> list[torch.optim.Optimizer]:
+    """The optimizers of this rank's pieces; only matrices decay.
+
+    ``adamw``: AdamW (Loshchilov and Hutter 2019) on everything. ``muon``: Muon (Jordan 2024), its update scaled
+    to the size of AdamW's (Liu et al. 2025) so that one learning rate fits both, on the matrices of the blocks,
+    AdamW on the rest. Muon's update needs a whole matrix, and its owner has it: no communication.
+    """
+    named = spec.name == "muon"
+    owned = owned_parameters(parallel.units, matrices=parallel.block_matrices if named else frozenset())
+    groups = [
+        {"params": owned.decayed, "weight_decay": spec.weight_decay},
+        {"params": owned.plain, "weight_decay": 0.0},
+    ]
+    made: list[torch.optim.Optimizer] = []
+    if owned.decayed or owned.plain:
+        made.append(
+            torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
+        )
+    if owned.matrices:
+        made.append(
+            torch.optim.Muon(
+                owned.matrices,
+                lr=spec.learning_rate,
+                weight_decay=spec.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return made
 
 
 NORM_ROW = 4096
 """Squares of so many elements are summed in the gradients' own dtype, sums of those in float64."""
 
 
-def gradient_norm(units: Sequence[Unit]) -> float:
-    """The 2-norm of all gradients together, each parameter counted once.
+def gradient_norm(units: Sequence[Unit], shards: Axis) -> float:
+    """The 2-norm of the whole gradient, each parameter counted once: the squares of all ranks' pieces, summed.
 
     One float32 sum over 8 million squares is off by 4e-4; sums over short rows, added in float64, are off by
     1e-8 and take no longer. Where a square overflows although the gradients are finite, all is float64.
+    All ranks of ``shards`` call it and get the same.
     """
-    total = torch.stack([_square_sum(unit.gradient) for unit in units]).sum()
+    pieces = [unit.summed for unit in units if unit.is_trained]
+    total = torch.stack([_square_sum(piece) for piece in pieces]).sum()
+    all_reduce_(total, shards)
     if not torch.isfinite(total):
-        total = torch.stack([unit.gradient.double().square().sum() for unit in units]).sum()
+        total = torch.stack([piece.double().square().sum() for piece in pieces]).sum()
+        all_reduce_(total, shards)
     return math.sqrt(float(total)) if torch.isfinite(total) else float(total)
 
 
@@ -59,15 +127,15 @@ def _square_sum(flat: Tensor) -> Tensor:
 def clip_(units: Sequence[Unit], *, norm: float, max_norm: float) -> None:
     """Scale all gradients by ``max_norm / norm`` where ``norm`` is larger."""
     if norm > max_norm:
-        torch._foreach_mul_([unit.gradient for unit in units], max_norm / norm)
+        torch._foreach_mul_([unit.summed for unit in units if unit.is_trained], max_norm / norm)
 
 
 class Update:
     """What UPDATE does: the norm, the check that all is finite, clipping, the optimizer.
 
     Args:
-        units: whose weights and gradients it works on.
-        optimizer: on the units' flat parameters.
+        parallel: whose weights and gradients it works on.
+        optimizers: of this rank's pieces.
         clip_norm: the largest gradient norm, 0 for none.
 
     Attributes:
@@ -75,9 +143,11 @@ class Update:
         norm: of the whole gradient at the last update, before clipping.
     """
 
-    def __init__(self, units: Sequence[Unit], optimizer: torch.optim.Optimizer, *, clip_norm: float):
-        self._units = units
-        self._optimizer = optimizer
+    def __init__(
+        self, parallel: ParallelModel, optimizers: Sequence[torch.optim.Optimizer], *, clip_norm: float
+    ):
+        self._parallel = parallel
+        self._optimizers = optimizers
         self._clip_norm = clip_norm
         self.learning_rate = 0.0
         self.norm = math.nan
@@ -85,15 +155,16 @@ class Update:
     def __call__(self, loss_sum: Tensor) -> None:
         """Update the weights, given the loss of the global batch; not at all if it or the norm is not finite.
 
-        Loss and gradients are sums over ranks, so every rank comes to the same decision.
+        Loss and norm are sums over ranks, so every rank comes to the same decision.
         """
-        self.norm = gradient_norm(self._units)
+        units = self._parallel.units
+        self.norm = gradient_norm(units, self._parallel.mesh.fsdp)
         if not (math.isfinite(self.norm) and math.isfinite(float(loss_sum))):
             return
         if self._clip_norm:
-            clip_(self._units, norm=self.norm, max_norm=self._clip_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self._optimizer.step()
-        for unit in self._units:
-            unit.publish_()
+            clip_(units, norm=self.norm, max_norm=self._clip_norm)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            optimizer.step()
+        self._parallel.publish_()

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fourfold.batch.pieces import cut
 from fourfold.batch.reduction import segments_of_units
 from fourfold.batch.units import Unit, parameter_sites, parameter_users
-from fourfold.build import build, evaluation
+from fourfold.build import Sharding, UnitUse, build, evaluation
 from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.layer.schedules import one_forward_one_backward
@@ -17,6 +18,7 @@ from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.program.actions import Program
 from fourfold.segment import Segment
+from fourfold.specs import ShardingSection
 from fourfold.weight_gradients import WeightGradients
 
 
@@ -25,10 +27,11 @@ class ParallelModel:
     """A model cut into segments on a mesh, with the program of a training step.
 
     Attributes:
-        model: the module itself; its parameters keep their names and are views into the units' buffers.
+        model: the module itself; its parameters keep their names and are views of the units' buffers.
         mesh: the ranks.
         units: the flat buffers of weights and gradients, each of one or more neighbouring segments.
         program: what each pipeline rank does in a training step.
+        sharding: how the units are spread on the Batch axis.
         executor: runs it.
     """
 
@@ -36,6 +39,7 @@ class ParallelModel:
     mesh: Mesh
     units: Sequence[Unit]
     program: Program
+    sharding: Sharding
     executor: Executor
 
     def step(
@@ -47,35 +51,62 @@ class ParallelModel:
         )
 
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
-        """Return the sum of the token losses of ``batches``, with forwards only."""
-        program = evaluation(segments=self.program.num_segments, microbatches=len(batches))
+        """Return the sum of the token losses of ``batches``, with forwards only. All ranks call it."""
+        program = evaluation(self.program, microbatches=len(batches), sharding=self.sharding)
         return self.executor.evaluate(program.ranks[0], batches)
 
     @cached_property
-    def unit_numels(self) -> list[int]:
-        """Elements of each unit, for the formulas of what is sent."""
-        return [unit.gradient.numel() for unit in self.units]
+    def block_matrices(self) -> frozenset[str]:
+        """The names of the matrices of the model's blocks: all but embedding and head."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return frozenset(
+            names[id(parameter)]
+            for piece in self.model.pieces()[1:-1]
+            for module in piece.modules
+            for parameter in module.parameters()
+            if parameter.ndim == 2
+        )
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name with its master weights, each once."""
+        """Every parameter's name with its whole master weights, each once.
+
+        All ranks go through it together: a unit that is sharded is gathered when its turn comes.
+        """
         for unit in self.units:
-            yield from unit.named(unit.master)
+            yield from unit.named(unit.whole(unit.master))
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter's name with its gradient, each once."""
+        """Every trained parameter's name with its whole gradient after UPDATE's sums, as `named_masters`."""
         for unit in self.units:
-            yield from unit.named(unit.gradient)
+            if unit.is_trained:
+                yield from unit.named(unit.whole(unit.summed))
 
+    @torch.no_grad()
     def load_(self, weights: Mapping[str, Tensor]) -> None:
         """Set the master weights, and with them the weights that computation reads."""
-        for name, master in self.named_masters():
-            master.copy_(weights[name])
+        for unit in self.units:
+            for owned in unit.owned:
+                part = unit.master[owned.part]
+                part.copy_(weights[owned.name].flatten()[owned.first : owned.first + len(part)])
         self.publish_()
 
     def publish_(self) -> None:
-        """After the master weights changed: bring the weights that computation reads up to date."""
+        """After the master weights changed: bring the weights that computation reads up to date.
+
+        Where optimizer state is sharded, the next step gathers them.
+        """
         for unit in self.units:
             unit.publish_()
+
+    @torch.no_grad()
+    def gather_(self) -> None:
+        """Bring all weights to every rank, to use the model outside a step. All ranks call it.
+
+        The next step frees them.
+        """
+        if self.sharding.placement.optimizer:
+            for unit in self.units:
+                unit.gather().wait()
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,53 +114,116 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+DEFAULT_SHARDING = ShardingSection()
+
+
 def parallelize(
-    model: Decoder, *, mesh: Mesh, microbatches: int = 1, dtype: torch.dtype = torch.float32
+    model: Decoder,
+    *,
+    mesh: Mesh,
+    microbatches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    sharding: ShardingSection = DEFAULT_SHARDING,
 ) -> ParallelModel:
     """Lay ``model`` out on ``mesh``.
 
     Args:
         model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
-        mesh: the ranks. Of its axes only dp may be larger than 1 so far.
+            Parameters that need no gradient stay as they are.
+        mesh: the ranks. Of its axes only dp and fsdp may be larger than 1 so far.
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
+        sharding: how weights are cut over the fsdp axis.
     """
     problems = mesh.layout.runnable_problems()
     if problems:
         raise UserError(*problems)
     pieces = model.pieces()
+    placement = mesh.layout.placement
+    groups = _groups(model, [piece.modules for piece in pieces], dtype=dtype, joined=not placement.weights)
     named = dict(model.named_parameters())
-    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
-    if frozen:
-        raise ValueError(f"{frozen[0]} is frozen (and {len(frozen) - 1} more): every parameter is trained")
+    shapes = [{name: tuple(named[name].shape) for name in group.users} for group in groups]
     sites = parameter_sites(model)
-    high = master_dtype(dtype)
-    owned = parameter_users(model, [piece.modules for piece in pieces])
-    sizes = [sum(named[name].numel() * high.itemsize for name in parameters) for parameters in owned]
-    unit_segments = segments_of_units(sizes)
+    replicas = mesh.joint("dp", "cp")
     units = [
         Unit(
-            " to ".join(dict.fromkeys((pieces[segments[0]].name, pieces[segments[-1]].name))),
-            {name: named[name] for segment in segments for name in owned[segment]},
+            " to ".join(dict.fromkeys(pieces[segment].name for segment in (group.first, group.last))),
+            {name: named[name] for name in group.users},
             sites,
+            pieces=piece,
+            placement=placement,
+            shards=mesh.fsdp,
+            replicas=replicas,
             dtype=dtype,
-            master_dtype=high,
+            master_dtype=master_dtype(dtype),
             device=mesh.device,
         )
-        for segments in unit_segments
+        for group, piece in zip(groups, cut(shapes, ranks=mesh.fsdp.size, how=sharding.pieces), strict=True)
     ]
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
     segments = [Segment(piece, weight_gradients) for piece in pieces]
+    plan = Sharding(
+        placement,
+        replicas=replicas.size > 1,
+        prefetch=sharding.prefetch,
+        keep=sharding.accumulate == "whole",
+    )
     program = build(
         one_forward_one_backward(stages=1, microbatches=microbatches),
         segments_of_stage=[len(pieces)],
-        users=[_users(owned[segments.start : segments.stop]) for segments in unit_segments],
+        units=[
+            UnitUse(_union(group.users), unit.is_trained) for group, unit in zip(groups, units, strict=True)
+        ],
+        sharding=plan,
+        lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
     )
-    executor = Executor(segments, units, weight_gradients=weight_gradients, batch_axis=mesh.batch)
-    return ParallelModel(model, mesh, units, program, executor)
+    executor = Executor(
+        segments,
+        units,
+        units_of_segment=program.units_of_segment,
+        weight_gradients=weight_gradients,
+        batch_axis=mesh.batch,
+    )
+    return ParallelModel(model, mesh, units, program, plan, executor)
 
 
-def _users(owned: Sequence[Mapping[str, tuple[int, ...]]]) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Group:
+    """The parameters of a unit, each with the segments that use it, and the segments that they belong to."""
+
+    users: Mapping[str, tuple[int, ...]]
+    first: int
+    last: int
+
+
+def _groups(
+    model: nn.Module, segments: Sequence[tuple[nn.Module, ...]], *, dtype: torch.dtype, joined: bool
+) -> list[_Group]:
+    """Put parameters together that are gathered and reduced together.
+
+    A unit holds the trained or the frozen parameters of one segment; of several where the weights stay whole,
+    since then only reductions cost a latency each.
+    """
+    owned = parameter_users(model, segments)
+    named = dict(model.named_parameters())
+    itemsize = master_dtype(dtype).itemsize
+    sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
+    spans = segments_of_units(sizes) if joined else [range(i, i + 1) for i in range(len(segments))]
+    groups = []
+    for span in spans:
+        for trained in (True, False):
+            users = {
+                name: users
+                for segment in span
+                for name, users in owned[segment].items()
+                if named[name].requires_grad is trained
+            }
+            if users:
+                groups.append(_Group(users, span[0], span[-1]))
+    return groups
+
+
+def _union(users: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The segments that use any of the parameters."""
-    return tuple(sorted({user for parameters in owned for users in parameters.values() for user in users}))
+    return tuple(sorted({segment for segments in users.values() for segment in segments}))

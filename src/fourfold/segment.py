@@ -44,7 +44,8 @@ class Segment:
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """B: add the weight gradients and return the gradient of the input (None for the first segment)."""
         leaf, y = self._live.pop(microbatch)
-        torch.autograd.backward(y, gradient)
+        if y.requires_grad:  # not if this is the first segment and all of it is frozen
+            torch.autograd.backward(y, gradient)
         return None if leaf is None else leaf.grad
 
     def input_gradient(self, microbatch: int, gradient: Tensor) -> Tensor | None:

@@ -13,15 +13,15 @@ from fourfold.allocator import keep_freed_memory
 from fourfold.collectives import all_gather, all_reduce_
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
-from fourfold.initialize import initialize_
+from fourfold.initialize import Part, initialize_
 from fourfold.learning_rate import learning_rate
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.optimizer import Update, adamw
-from fourfold.parallel_model import ParallelModel, parallelize
-from fourfold.program.actions import COMPUTE
+from fourfold.optimizer import Update, optimizers
+from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
+from fourfold.program.actions import SUMS
 from fourfold.program.clock import Span
-from fourfold.specs import ModelSpec, RunSpec
+from fourfold.specs import ModelSpec, RunSpec, ShardingSection
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,18 @@ class Trainer:
         if mesh.device.type == "cpu":
             keep_freed_memory()
         self.parallel = initialized(
-            model_spec, mesh, microbatches=training.microbatches, dtype=training.dtype, seed=run.seed
+            model_spec,
+            mesh,
+            microbatches=training.microbatches,
+            dtype=training.dtype,
+            seed=run.seed,
+            sharding=run.sharding,
         )
         self._run = run
         self._data = data
-        optimizer = adamw(self.parallel.units, run.optimizer)
-        self._update = Update(self.parallel.units, optimizer, clip_norm=run.optimizer.clip_norm)
+        self._update = Update(
+            self.parallel, optimizers(self.parallel, run.optimizer), clip_norm=run.optimizer.clip_norm
+        )
 
     def step(self, step: int) -> StepReport:
         """Train on the batch of ``step``, from 0. A step that is not finite leaves the weights alone."""
@@ -148,7 +154,7 @@ class Trainer:
         """
         parallel = self.parallel
         actions = [
-            action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind in COMPUTE
+            action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind not in SUMS
         ]
         loss_sum = parallel.executor.step(
             actions,
@@ -156,8 +162,8 @@ class Trainer:
             valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
             update=lambda _: None,
         )
-        gradients = dict(parallel.named_gradients())
-        names = [name for name, _ in parallel.model.named_parameters()]
+        gradients = dict(pair for unit in parallel.units for pair in unit.named(unit.gradient))
+        names = [name for name, parameter in parallel.model.named_parameters() if parameter.requires_grad]
         backward_order = [(name, gradients[name]) for name in reversed(names)]
         bad = [
             index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()
@@ -190,13 +196,29 @@ class Trainer:
 
 
 def initialized(
-    model_spec: ModelSpec, mesh: Mesh, *, microbatches: int, dtype: str, seed: int
+    model_spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    dtype: str,
+    seed: int,
+    sharding: ShardingSection = DEFAULT_SHARDING,
 ) -> ParallelModel:
-    """Build the model on ``mesh`` with its initial weights, the same on every layout."""
+    """Build the model on ``mesh`` with its initial weights, the same on every layout.
+
+    Each rank makes what it owns alone: a sharded model is nowhere whole.
+    """
     with torch.device("meta"):
         model = Decoder(model_spec)
-    parallel = parallelize(model, mesh=mesh, microbatches=microbatches, dtype=getattr(torch, dtype))
-    initialize_(dict(parallel.named_masters()), model, seed=seed, std=model_spec.initializer_range)
+    parallel = parallelize(
+        model, mesh=mesh, microbatches=microbatches, dtype=getattr(torch, dtype), sharding=sharding
+    )
+    parts = (
+        Part(owned.name, owned.first, unit.master[owned.part])
+        for unit in parallel.units
+        for owned in unit.owned
+    )
+    initialize_(parts, model, seed=seed, std=model_spec.initializer_range)
     parallel.publish_()
     return parallel
 

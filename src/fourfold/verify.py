@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fourfold.collectives import all_gather, broadcast_
 from fourfold.data import Dataset
-from fourfold.initialize import initialize_
+from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder
-from fourfold.optimizer import flat_parameters, gradient_norm
-from fourfold.parallel_model import ParallelModel, master_dtype
-from fourfold.specs import ModelSpec
+from fourfold.optimizer import gradient_norm, owned_parameters
+from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, master_dtype
+from fourfold.specs import ModelSpec, ShardingSection
 from fourfold.training import initialized, rank_batches
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
@@ -124,6 +124,7 @@ def verify(
     steps: int = 3,
     dtype: str = "float64",
     seed: int = 0,
+    sharding: ShardingSection = DEFAULT_SHARDING,
 ) -> Verification:
     """Run ``steps`` SGD steps on ``mesh`` and in one process, and compare. Called on every rank of ``mesh``.
 
@@ -136,8 +137,11 @@ def verify(
         steps: how many steps.
         dtype: ``float64``, ``float32`` or ``bfloat16``.
         seed: of the initial weights.
+        sharding: how weights are cut over the fsdp axis.
     """
-    parallel = initialized(model_spec, mesh, microbatches=microbatches, dtype=dtype, seed=seed)
+    parallel = initialized(
+        model_spec, mesh, microbatches=microbatches, dtype=dtype, seed=seed, sharding=sharding
+    )
     ours, counts, agree = _run_layout(parallel, data, batch=batch, microbatches=microbatches, steps=steps)
     # Rank 0 alone runs the reference; the others receive it tensor by tensor. In bfloat16 the reference is
     # float64, and one bfloat16 process gives the scale of the error.
@@ -177,14 +181,14 @@ def _run_layout(
     parallel: ParallelModel, data: Dataset, *, batch: int, microbatches: int, steps: int
 ) -> tuple[_Trajectory, tuple[int, ...], bool]:
     mesh = parallel.mesh
-    decayed, plain = flat_parameters(parallel.units)
-    optimizer = torch.optim.SGD([*decayed, *plain], lr=LEARNING_RATE)
+    owned = owned_parameters(parallel.units)
+    optimizer = torch.optim.SGD([{"params": owned.decayed}, {"params": owned.plain}], lr=LEARNING_RATE)
     trajectory = _Trajectory([], [], [], {})
     counts: list[list[int]] = []
 
     def update(loss_sum: Tensor) -> None:
         trajectory.gradients.append({name: g.clone() for name, g in parallel.named_gradients()})
-        trajectory.norms.append(gradient_norm(parallel.units))
+        trajectory.norms.append(gradient_norm(parallel.units, mesh.fsdp))
         optimizer.step()
         parallel.publish_()
 
@@ -219,7 +223,7 @@ def _run_one_process(
         name: torch.empty(p.shape, dtype=master_dtype(compute), device=device)
         for name, p in model.named_parameters()
     }
-    initialize_(masters, model, seed=seed, std=model_spec.initializer_range)
+    initialize_(whole(masters), model, seed=seed, std=model_spec.initializer_range)
     parameters = dict(model.named_parameters())
     trajectory = _Trajectory([], [], [], {})
     for step in range(steps):

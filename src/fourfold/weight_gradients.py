@@ -13,7 +13,7 @@ and rides along in the autograd graph. It is no global and no thread-local: two 
 autograd engine's device threads see it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,6 @@ class WeightGradients:
         self._queue: list[Callable[[], None]] | None = None
         self._written_first: set[Tensor] = set()
         self._untouched: set[Tensor] = set()
-        self._zeroed: list[Tensor] = []
 
     def attach_(self, model: nn.Module) -> None:
         """Replace the forward of every `nn.Linear` and `nn.Embedding`; parameters and names stay."""
@@ -45,21 +44,20 @@ class WeightGradients:
         for weight, modules in uses.items():
             if weight.ndim == 2 and len(modules) == 1 and type(modules[0]) is nn.Linear:
                 self._written_first.add(weight)
-            else:
-                self._zeroed.append(weight)
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.forward = _linear(module, self)  # type: ignore[method-assign, assignment]
             elif type(module) is nn.Embedding:
                 module.forward = _embedding(module, self)  # type: ignore[method-assign, assignment]
 
-    def begin_step_(self) -> None:
-        """Forget the gradients of the last step."""
-        self._untouched = set(self._written_first)
-        if self._zeroed:
-            torch._foreach_zero_([_gradient_of(parameter) for parameter in self._zeroed])
+    def begin_(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Start the gradients of ``parameters`` anew, whatever is in them."""
+        self._untouched.update(self._written_first.intersection(parameters))
+        zeroed = [_gradient_of(parameter) for parameter in parameters if parameter not in self._written_first]
+        if zeroed:
+            torch._foreach_zero_(zeroed)
 
-    def finish_(self, parameters: list[nn.Parameter]) -> None:
+    def finish_(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the gradients of ``parameters`` whole before a reduction: zero where nothing was added."""
         for parameter in parameters:
             if parameter in self._untouched:
@@ -86,6 +84,8 @@ class WeightGradients:
             x_NI: (rows, in).
             gradient_NO: (rows, out).
         """
+        if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            return
         if self._queue is None:  # inside a backward, where autograd records nothing
             self._add(weight, bias, x_NI, gradient_NO)
         else:
@@ -100,10 +100,19 @@ class WeightGradients:
             ids: (...), of the rows that were looked up.
             gradient: (..., channels).
         """
+        if not weight.requires_grad:
+            return
         total = _gradient_of(weight)
         total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(total.dtype))
 
     def _add(self, weight: Tensor, bias: Tensor | None, x_NI: Tensor, gradient_NO: Tensor) -> None:
+        if weight.requires_grad:
+            self._add_weight(weight, x_NI, gradient_NO)
+        if bias is not None and bias.requires_grad:
+            total = _gradient_of(bias)
+            total.add_(gradient_NO.sum(0, dtype=total.dtype))
+
+    def _add_weight(self, weight: Tensor, x_NI: Tensor, gradient_NO: Tensor) -> None:
         total = _gradient_of(weight)
         first = weight in self._untouched
         if first:
@@ -115,8 +124,6 @@ class WeightGradients:
             torch.mm(gradient_NO.t(), x_NI, out=total)
         else:
             total.addmm_(gradient_NO.t(), x_NI)
-        if bias is not None:
-            _gradient_of(bias).add_(gradient_NO.sum(0, dtype=total.dtype))
 
 
 class _Linear(torch.autograd.Function):

@@ -1,19 +1,26 @@
-"""The pass that writes gradient reductions into a program, and what they send.
+"""The pass that writes the sums of gradients and of the loss into a program.
 
-[Note: one reduction a step] A unit's gradient is summed over the Batch axis once a step, right after its last
-contribution on this rank: the earlier microbatches only add into the local buffer. So accumulation saves
-communication, and the reductions of the last layers run behind the backward of the first ones.
+[Note: when gradients are summed] Each microbatch adds into the unit's local gradient buffer. Where gradients are
+replicated they are summed over ranks once a step, right after the last contribution, so accumulation saves
+communication. Where they are sharded, each microbatch's are summed to the owners right after its contribution and
+the buffer is released, so that only pieces stay. Either way a REDUCE runs behind the backward of the segments
+below.
+
+[Note: replicas last] In HSDP an owner's piece is summed over the replicas once a step, after all its microbatches
+are in (adding some only later would leave the replicas apart). That ALLREDUCE follows the *next* unit's REDUCE,
+at which its own has been waited for anyway.
+
+[Note: one reduction in flight] Where gradients are sharded, a REDUCE waits for the one before it and releases that
+one's buffer. So a rank holds the whole gradients of two units at most: one being summed, one being computed.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fourfold.program.actions import Action, Kind, Program
-from fourfold.specs import BATCH_AXES, Layout
-from fourfold.traffic import Event
+from fourfold.program.actions import CONTRIBUTES, Action, Kind, Program
 
-UNIT_BYTES = 8 * 2**20
-"""A unit has at least so many bytes of gradients, or a quarter of the model's where that is less.
+UNIT_BYTES = 25 * 2**20
+"""A unit has at least so many bytes of gradients, or half of the model's where that is less.
 
 Each reduction costs a latency, so small ones are joined; but what the backward finishes last has nothing to
 hide behind, so they are not joined to one.
@@ -29,7 +36,7 @@ def segments_of_units(segment_bytes: Sequence[int]) -> list[range]:
     Returns:
         The segments of each unit, in the order of the forward.
     """
-    enough = min(UNIT_BYTES, sum(segment_bytes) / 4)
+    enough = min(UNIT_BYTES, sum(segment_bytes) / 2)
     units: list[range] = []
     stop = len(segment_bytes)
     for start in reversed(range(len(segment_bytes))):
@@ -39,45 +46,59 @@ def segments_of_units(segment_bytes: Sequence[int]) -> list[range]:
     return units
 
 
-def with_reductions(program: Program) -> Program:
-    """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, then UPDATE."""
-    ranks = []
-    for rank, actions in enumerate(program.ranks):
-        last: dict[Action, list[Action]] = {}
-        position = {action: index for index, action in enumerate(actions)}
-        for collective in program.communication_of(rank):
-            contribution = max(program.needs(rank, collective), key=position.__getitem__)
-            last.setdefault(contribution, []).append(collective)
-        written: list[Action] = []
-        for action in actions:
-            written += [action, *last.get(action, ())]
-        ranks.append((*written, Action(Kind.UPDATE)))
-    return replace(program, ranks=tuple(ranks))
-
-
-LOSS_DTYPE, LOSS_BYTES = "float64", 8
-"""The loss is summed over ranks as one float64."""
-
-
-def reduction_events(
-    actions: Sequence[Action], *, layout: Layout, unit_numels: Sequence[int], dtype: str, itemsize: int
-) -> list[Event]:
-    """The collectives that a rank performs in one step, in order.
+def with_reductions(program: Program, *, every_microbatch: bool, replicas: bool) -> Program:
+    """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, then UPDATE.
 
     Args:
-        actions: what the rank does in one step.
-        layout: gives the joint axis of the Batch axis, dp x fsdp x cp.
-        unit_numels: gradient elements of each unit.
-        dtype: the dtype of gradient reduction, as in ``float32``.
-        itemsize: bytes of one element of ``dtype``.
+        program: compute actions, and gathers and frees.
+        every_microbatch: reduce after each microbatch's contribution, not once a step.
+        replicas: the reduced pieces have replicas, over which they are summed once a step.
     """
-    if layout.size(*BATCH_AXES) == 1:
-        return []
-    axis = layout.axis_name(*BATCH_AXES)
-    events = []
-    for action in actions:
-        if action.kind is Kind.LOSS:
-            events.append(Event("all_reduce", axis, LOSS_BYTES, LOSS_DTYPE))
-        elif action.kind is Kind.REDUCE and action.segment is not None:
-            events.append(Event("all_reduce", axis, unit_numels[action.segment] * itemsize, dtype))
-    return events
+    turns = program.microbatches if every_microbatch else 1
+    return replace(
+        program,
+        ranks=tuple(
+            _with_sums(program, rank, actions, turns, replicas) for rank, actions in enumerate(program.ranks)
+        ),
+    )
+
+
+def _with_sums(
+    program: Program, rank: int, actions: Sequence[Action], turns: int, replicas: bool
+) -> tuple[Action, ...]:
+    position = {action: index for index, action in enumerate(actions)}
+    after: dict[int, list[Action]] = {}
+    if program.rank_of_segment[-1] == rank:
+        forwards = program.needs(rank, Action(Kind.LOSS))
+        after[max(position[forward] for forward in forwards)] = [Action(Kind.LOSS)]
+    for unit in program.trained_on(rank):
+        contributions = _contributions(program, unit, actions)
+        for turn, group in enumerate(_grouped(contributions, turns)):
+            last = max(position[action] for action in group)
+            after.setdefault(last, []).append(Action(Kind.REDUCE, unit, turn if turns > 1 else None))
+    written: list[Action] = []
+    waiting: Action | None = None
+    for index, action in enumerate(actions):
+        written.append(action)
+        for collective in after.get(index, ()):
+            written.append(collective)
+            if replicas and collective.kind is Kind.REDUCE and collective.turn in (None, turns - 1):
+                written += [waiting] if waiting else []
+                waiting = Action(Kind.ALL_REDUCE, collective.unit)
+    return (*written, *([waiting] if waiting else []), Action(Kind.UPDATE))
+
+
+def _contributions(program: Program, unit: int, actions: Sequence[Action]) -> list[Action]:
+    """What ends a contribution to the unit's gradient."""
+    users = set(program.users[unit])
+    return [action for action in actions if action.kind in CONTRIBUTES and action.segment in users]
+
+
+def _grouped(contributions: Sequence[Action], turns: int) -> list[list[Action]]:
+    """The contributions that each of a unit's reductions sums: all, or those of one microbatch."""
+    if turns == 1:
+        return [list(contributions)]
+    by_microbatch: dict[int, list[Action]] = {}
+    for action in contributions:
+        by_microbatch.setdefault(action.microbatch, []).append(action)
+    return list(by_microbatch.values())

@@ -1,8 +1,9 @@
-"""Flat buffers: the parameters of some segments, packed, so that they are reduced and updated as one.
+"""Flat buffers: the parameters that are gathered, reduced and updated together.
 
-[Note: views for ever] A unit allocates one flat buffer of weights and one of gradients. The parameters are
-views into the first and their ``.grad`` are views into the second, from construction on: nothing is copied in
-before a reduction, nothing is copied out after it, and the parameter objects never change.
+[Note: views for ever] A unit has one flat buffer of weights and one of gradients. The parameters are views of the
+first and their ``.grad`` are views of the second, from construction on. A buffer is filled and reduced where it
+lies: nothing is copied in or out, and the parameter objects never change. Where a buffer is not needed its
+*storage* is resized to nothing and back; the views stay.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fourfold.collectives import Pending, all_reduce_
+from fourfold.batch.costs import UnitSize
+from fourfold.batch.pieces import Pieces
+from fourfold.collectives import Pending, all_gather, all_reduce_, reduce_scatter
 from fourfold.mesh import Axis
+from fourfold.specs.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,51 @@ class Slot:
         return flat[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
 
+@dataclass(frozen=True)
+class Owned:
+    """The part of a parameter that a rank owns.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole parameter.
+        first: the index of the part's first element in the flattened parameter.
+        part: where the part lies in the unit's piece.
+    """
+
+    name: str
+    shape: torch.Size
+    first: int
+    part: slice
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank owns all of the parameter."""
+        return self.part.stop - self.part.start == self.shape.numel()
+
+
 class Unit:
-    """The parameters of one or more neighbouring segments in flat buffers.
+    """Some parameters in flat buffers, of which each rank of the fsdp axis owns a piece.
 
     Args:
         name: what error messages and tables call it, as in ``layer.3``.
-        parameters: the parameters by name. Their values are not kept: the unit allocates new storage.
+        parameters: by name; all trained, or all frozen. Their values are not kept.
         sites: for each parameter, every (module, attribute) that holds it; a tied weight has two.
+        pieces: how the buffers are laid out and cut.
+        placement: which buffers are whole between uses.
+        shards: the ranks that own a piece each.
+        replicas: the ranks that own the same piece as this one, for other sequences.
         dtype: of the weights that computation reads.
         master_dtype: of the weights that the optimizer updates, of gradients and of their reduction.
         device: where the buffers live.
 
     Attributes:
-        weights: flat, in ``dtype``; the parameters are views into it.
-        master: flat, in ``master_dtype``; the same tensor as `weights` where the two dtypes agree.
-        gradient: flat, in ``master_dtype``; the parameters' ``.grad`` are views into it.
-        num_decayed: matrices lie first in the buffers, then norms and biases; so many elements are matrices.
+        weights: flat and whole, in ``dtype``; the parameters are views of it.
+        gradient: flat and whole, in ``master_dtype``; the parameters' ``.grad`` are views of it.
+        master: this rank's piece of the weights, in ``master_dtype``: a view of ``weights`` where those are
+            whole and of the same dtype.
+        summed: this rank's piece of the summed gradient: a view of ``gradient`` where that is whole.
+        owned: the parts of parameters in this rank's piece, in its order: matrices, then norms and biases.
+        num_decayed: elements of matrices in the piece; they come first in it.
     """
 
     def __init__(
@@ -52,43 +85,173 @@ class Unit:
         parameters: dict[str, nn.Parameter],
         sites: dict[str, list[tuple[nn.Module, str]]],
         *,
+        pieces: Pieces,
+        placement: Placement,
+        shards: Axis,
+        replicas: Axis,
         dtype: torch.dtype,
         master_dtype: torch.dtype,
         device: torch.device,
     ):
-        # Weight decay is decided here, by the parameter's own shape, before anything is flat.
-        order = sorted(parameters, key=lambda key: parameters[key].ndim < 2)
         self.name = name
+        self.placement = placement
+        self.counts = pieces.counts
+        self.is_trained = next(iter(parameters.values())).requires_grad
+        self._shards = shards
+        self._replicas = replicas
         self.slots: list[Slot] = []
-        self.parameters: list[nn.Parameter] = []
         offset = 0
-        for key in order:
+        for key in pieces.order:
             self.slots.append(Slot(key, offset, parameters[key].shape))
             offset += parameters[key].numel()
-        self.num_decayed = sum(slot.shape.numel() for slot in self.slots if len(slot.shape) >= 2)
-        self.master = torch.zeros(offset, dtype=master_dtype, device=device)
-        self.gradient = torch.zeros(offset, dtype=master_dtype, device=device)
-        self.weights = self.master if dtype == master_dtype else self.master.to(dtype)
-        for slot in self.slots:
-            parameter = nn.Parameter(slot.view(self.weights))
-            parameter.grad_dtype = master_dtype
+        start = sum(pieces.counts[: shards.rank])
+        self._piece = slice(start, start + pieces.counts[shards.rank])
+        self.owned = list(self._owned())
+        self.num_decayed = sum(o.part.stop - o.part.start for o in self.owned if len(o.shape) >= 2)
+
+        self._numel = offset
+        size = sum(pieces.counts)
+        self.weights = torch.zeros(size, dtype=dtype, device=device)
+        is_apart = placement.weights or dtype != master_dtype
+        self.master = (
+            torch.zeros(self.counts[shards.rank], dtype=master_dtype, device=device)
+            if is_apart
+            else self.weights[self._piece]
+        )
+        self.gradient = torch.zeros(size if self.is_trained else 0, dtype=master_dtype, device=device)
+        self.summed = (
+            torch.zeros(self.counts[shards.rank] if self.is_trained else 0, dtype=master_dtype, device=device)
+            if placement.gradients
+            else self.gradient[self._piece]
+        )
+        self.parameters = [self._make_parameter(slot, sites[slot.name]) for slot in self.slots]
+        self._is_summing = False
+        self._has_sum = False
+        self.free_()
+        self.drop_gradient_()
+
+    def _make_parameter(self, slot: Slot, sites: list[tuple[nn.Module, str]]) -> nn.Parameter:
+        # `.data` gives the parameter a version counter of its own. What autograd saves of it for the backward
+        # would else look modified once the buffer is freed and gathered again, with the same values.
+        parameter = nn.Parameter(slot.view(self.weights.data), requires_grad=self.is_trained)
+        if self.is_trained:
+            parameter.grad_dtype = self.gradient.dtype
             parameter.grad = slot.view(self.gradient)
-            self.parameters.append(parameter)
-            for module, attribute in sites[slot.name]:
-                setattr(module, attribute, parameter)
+        for module, attribute in sites:
+            setattr(module, attribute, parameter)
+        return parameter
+
+    def _owned(self) -> Iterator[Owned]:
+        for slot in self.slots:
+            first = max(slot.offset, self._piece.start)
+            stop = min(slot.offset + slot.shape.numel(), self._piece.stop)
+            if first < stop:
+                part = slice(first - self._piece.start, stop - self._piece.start)
+                yield Owned(slot.name, slot.shape, first - slot.offset, part)
+
+    @property
+    def size(self) -> UnitSize:
+        """What the formulas need to know."""
+        weight, master = self.weights.dtype, self.master.dtype
+        return UnitSize(
+            self.counts,
+            self._shards.rank,
+            str(weight).removeprefix("torch."),
+            weight.itemsize,
+            str(master).removeprefix("torch."),
+            master.itemsize,
+            self.is_trained,
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights and gradients on this rank now."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (self.weights, self.master, self.gradient, self.summed)
+        }
+        return sum(storages.values())
 
     def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name with its view of ``flat``, one of the unit's buffers."""
+        """Each parameter's name with its view of ``flat``, a whole buffer."""
         return ((slot.name, slot.view(flat)) for slot in self.slots)
 
-    def reduce(self, axis: Axis) -> Pending:
-        """Start to sum the gradients over ``axis``, in place."""
-        return all_reduce_(self.gradient, axis, blocking=False)
+    def whole(self, piece: Tensor) -> Tensor:
+        """Return the whole flat buffer of which every rank holds a piece; all ranks of the axis call it."""
+        return piece if self._shards.size == 1 else all_gather(piece, self._shards, counts=self._uneven)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the weights that computation reads are on this rank."""
+        return self.weights.untyped_storage().nbytes() > 0
+
+    def gather(self) -> Pending:
+        """Start to bring the weights up to date with all ranks' master pieces, in place."""
+        _resize(self.weights)
+        own = self.weights[self._piece]
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        return all_gather(own, self._shards, out=self.weights, counts=self._uneven, blocking=False)
+
+    def free_(self) -> None:
+        """Release the weights, where they are sharded."""
+        if self.placement.weights:
+            self.weights.untyped_storage().resize_(0)
+
+    def take_gradient_(self) -> bool:
+        """Make room for a gradient that is about to be computed; say if it starts anew."""
+        is_new = self.is_trained and not self._is_summing
+        if is_new:
+            _resize(self.gradient)
+            self.gradient[self._numel :].zero_()  # not a parameter's, but in the norm
+            self._is_summing = True
+        return is_new
+
+    def drop_gradient_(self) -> None:
+        """Release the whole gradient, where gradients are sharded."""
+        self._is_summing = False
+        if self.placement.gradients:
+            self.gradient.untyped_storage().resize_(0)
+
+    def begin_step_(self) -> None:
+        """Forget the gradients of the last step."""
+        self._is_summing = self._has_sum = False
+
+    def reduce(self) -> Pending:
+        """Start to sum the gradient to the owners of its pieces; `finish_reduce_` comes after its end."""
+        self._is_summing = False
+        if self._shards.size == 1:
+            return all_reduce_(self.gradient, self._replicas, blocking=False)
+        out = torch.empty_like(self.summed) if self._has_sum else self.summed
+        return reduce_scatter(self.gradient, self._shards, out=out, counts=self._uneven, blocking=False)
+
+    def finish_reduce_(self, result: Tensor) -> None:
+        """Keep the result of `reduce` and release the whole gradient where it is not to stay."""
+        if self._shards.size > 1 and self._has_sum:
+            self.summed.add_(result)
+        self._has_sum = True
+        self.drop_gradient_()
+
+    def all_reduce(self) -> Pending:
+        """Start to sum this rank's piece of the gradient over its replicas."""
+        return all_reduce_(self.summed, self._replicas, blocking=False)
 
     def publish_(self) -> None:
-        """Bring the weights that computation reads up to date with the master weights."""
-        if self.weights is not self.master:
+        """Bring the weights that computation reads up to date, where each rank has all master weights."""
+        if not self.placement.optimizer and self.weights.data_ptr() != self.master.data_ptr():
             self.weights.copy_(self.master)
+
+    @property
+    def _uneven(self) -> tuple[int, ...] | None:
+        """The counts for a collective, None where all are equal: backends are fastest then."""
+        return None if len(set(self.counts)) == 1 else self.counts
+
+
+def _resize(flat: Tensor) -> None:
+    """Give a flat buffer its storage back."""
+    storage, nbytes = flat.untyped_storage(), flat.numel() * flat.itemsize
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
 
 
 def parameter_sites(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from fourfold.launch import Rank
-    from fourfold.specs import Layout, ModelSpec
+    from fourfold.specs import Layout, ModelSpec, ShardingSection
     from fourfold.verify import Verification
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -28,6 +28,7 @@ class Trial:
     steps: int
     dtype: str
     seed: int = 0
+    sharding: "ShardingSection | None" = None
 
 
 def verify(
@@ -43,13 +44,22 @@ def verify(
     steps: Annotated[int, typer.Option(help="SGD steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: 64.")] = None,
+    pieces: Annotated[
+        str | None, typer.Option(help="What a rank of fsdp owns: auto, matrices, rows or flat.")
+    ] = None,
+    prefetch: Annotated[int | None, typer.Option(help="Segments gathered ahead of their use.")] = None,
+    accumulate: Annotated[
+        str | None, typer.Option(help="Over microbatches: pieces (small) or whole (fast).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check that a layout computes what one process computes: loss, gradients, norm, weights, token counts.
 
     Ends with status 0 if all errors are within the tolerance of the dtype, else 1.
     """
-    trial = _trial(run_file, model, layout, batch, microbatches, steps, dtype, sequence)
+    sharding = {"pieces": pieces, "prefetch": prefetch, "accumulate": accumulate}
+    given: dict[str, object] = {name: value for name, value in sharding.items() if value is not None}
+    trial = _trial(run_file, model, layout, batch, microbatches, steps, dtype, sequence, given)
     report = run_trial(trial)
     if report is None:  # another rank of this job reports
         return
@@ -84,6 +94,7 @@ def verify_on_rank(rank: "Rank", trial: Trial) -> "Verification":
     from fourfold.data import SyntheticDataset
     from fourfold.doctor import device_type
     from fourfold.mesh import Mesh
+    from fourfold.parallel_model import DEFAULT_SHARDING
     from fourfold.verify import verify
 
     device = device_type(rank.job.local_world_size)
@@ -98,6 +109,7 @@ def verify_on_rank(rank: "Rank", trial: Trial) -> "Verification":
         steps=trial.steps,
         dtype=trial.dtype,
         seed=trial.seed,
+        sharding=trial.sharding or DEFAULT_SHARDING,
     )
 
 
@@ -110,10 +122,11 @@ def _trial(
     steps: int,
     dtype: str,
     sequence: int | None,
+    sharding: dict[str, object],
 ) -> Trial:
     """Return what is to be verified. Raises UserError with every problem of the options at once."""
     from fourfold.errors import UserError, choices, nearest
-    from fourfold.specs import Layout, ModelSpec, RunSpec
+    from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 
     problems = []
     if (run_file is None) == (model is None):
@@ -144,6 +157,7 @@ def _trial(
             sequence_length=sequence or run.data.sequence_length,
             steps=steps,
             dtype=dtype,
+            sharding=ShardingSection.model_validate(run.sharding.model_dump() | sharding),
             seed=run.seed,
         )
     assert model is not None
@@ -164,6 +178,7 @@ def _trial(
         sequence_length=sequence or 64,
         steps=steps,
         dtype=dtype,
+        sharding=ShardingSection.model_validate(sharding),
     )
 
 

@@ -101,11 +101,13 @@ class Piece:
 
     `modules` hold all its parameters. `forward` maps the previous piece's output (None for the first) and the
     microbatch to the next piece's input, (B, S, C); the last one's output is the sum of the tokens' losses.
+    `is_lookup` says that its backward does not read its weights.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     forward: Callable[[Tensor | None, Microbatch], Tensor]
+    is_lookup: bool = False
 
 
 class Decoder(nn.Module):
@@ -141,7 +143,7 @@ class Decoder(nn.Module):
 
     def pieces(self) -> list[Piece]:
         """Return the segments in order; one after the other, they compute `loss_sum`."""
-        pieces = [Piece("embed", (self.model.embed_tokens,), self._embed)]
+        pieces = [Piece("embed", (self.model.embed_tokens,), self._embed, is_lookup=True)]
         for index, layer in enumerate(self.model.layers):
             pieces.append(Piece(f"layer.{index}", (layer,), partial(self._layer, layer)))
         pieces.append(Piece("head", (self.model.norm, self.lm_head), self._head))

@@ -1,8 +1,9 @@
 """What a rank does in one training step, as data.
 
 A program is a list of actions for each pipeline rank, known before the step starts. An action acts on a
-*segment* (the embedding, a block, the head) and a microbatch. Schedules write the same type over *stages*
-(``layer/schedules.py``); `fourfold.build` expands stages to segments.
+*segment* (the embedding, a block, the head) and a microbatch, or on a *unit*, the parameters that are gathered
+and reduced together. Schedules write the same type over *stages* (``layer/schedules.py``); `fourfold.build`
+expands stages to segments.
 """
 
 import re
@@ -12,6 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from fourfold.errors import UserError, choices
+from fourfold.specs.placement import REPLICATED, Placement
 
 
 class Kind(StrEnum):
@@ -21,36 +23,73 @@ class Kind(StrEnum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
-    LOSS = "LOSS"
+    GATHER = "GATHER"
+    FREE = "FREE"
     REDUCE = "REDUCE"
+    ALL_REDUCE = "ALLREDUCE"
+    LOSS = "LOSS"
     UPDATE = "UPDATE"
 
 
 COMPUTE: frozenset[Kind] = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 """Actions that run a segment's forward or backward on one microbatch."""
 
-COMMUNICATION: frozenset[Kind] = frozenset({Kind.LOSS, Kind.REDUCE})
+COMMUNICATION: frozenset[Kind] = frozenset({Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS})
 """Actions that start a collective, which runs on while others compute."""
 
-_PATTERN = re.compile(r"(\d+)?(UPDATE|REDUCE|LOSS|F|B|I|W)(\d+)?")
+CONTRIBUTES: frozenset[Kind] = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
+"""Actions that end a microbatch's contribution to a segment's weight gradients."""
+
+SUMS: frozenset[Kind] = frozenset({Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS})
+"""Collectives that the update waits for."""
+
+_PATTERN = re.compile(r"(\d+)?(UPDATE|ALLREDUCE|REDUCE|GATHER|FREE|LOSS|F|B|I|W)(\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing to do: ``2F0`` is the forward of segment 2 on microbatch 0.
 
-    `REDUCE` sums the gradients of a unit over the Batch axis and has no microbatch; `LOSS` sums the loss over
-    it, `UPDATE` runs the optimizer, and both have neither.
+    On a unit: `GATHER` brings its weights to all ranks that share it, `FREE` releases them, `REDUCE` sums its
+    gradients to where they belong, `ALL_REDUCE` sums those sums over the replicas of a sharded model. ``2GATHER1``
+    is the second gather of unit 2 in the step, ``2FREE1`` what ends it; ``2REDUCE`` is its only reduction,
+    ``2REDUCE1`` the second of several. `LOSS` sums the loss over the Batch axis, `UPDATE` runs the optimizer.
+
+    Attributes:
+        kind: what to do.
+        place: the segment, or the unit, that it is done to.
+        turn: the microbatch of a segment's action; which of several of a unit's.
     """
 
     kind: Kind
-    segment: int | None = None
-    microbatch: int | None = None
+    place: int | None = None
+    turn: int | None = None
+
+    @property
+    def segment(self) -> int:
+        """The segment of a compute action."""
+        assert self.kind in COMPUTE
+        assert self.place is not None
+        return self.place
+
+    @property
+    def microbatch(self) -> int:
+        """The microbatch of a compute action."""
+        assert self.kind in COMPUTE
+        assert self.turn is not None
+        return self.turn
+
+    @property
+    def unit(self) -> int:
+        """The unit of an action on parameters."""
+        assert self.kind in _ON_UNIT
+        assert self.place is not None
+        return self.place
 
     def __str__(self) -> str:
-        segment = "" if self.segment is None else self.segment
-        microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{segment}{self.kind}{microbatch}"
+        place = "" if self.place is None else self.place
+        turn = "" if self.turn is None else self.turn
+        return f"{place}{self.kind}{turn}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -58,23 +97,26 @@ class Action:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise UserError(f"'{text}' is not an action: write it like {choices(_EXAMPLES.values())}")
-        segment, kind, microbatch = match.groups()
-        action = cls(
-            Kind(kind),
-            None if segment is None else int(segment),
-            None if microbatch is None else int(microbatch),
-        )
-        on_segment = action.kind in COMPUTE or action.kind is Kind.REDUCE
-        on_microbatch = action.kind in COMPUTE
-        if (action.segment is not None, action.microbatch is not None) != (on_segment, on_microbatch):
+        place, kind, turn = match.groups()
+        action = cls(Kind(kind), None if place is None else int(place), None if turn is None else int(turn))
+        if (place is not None, turn is not None) not in _written(action.kind):
             raise UserError(f"'{text}' is not an action: {kind} is written {_EXAMPLES[action.kind]}")
         return action
 
 
-_EXAMPLES = {
-    kind: f"2{kind}0" if kind in COMPUTE else f"2{kind}" if kind is Kind.REDUCE else str(kind)
-    for kind in Kind
-}
+_ON_UNIT = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE, Kind.ALL_REDUCE})
+
+
+def _written(kind: Kind) -> list[tuple[bool, bool]]:
+    """Whether a place and a turn are written with a kind of action."""
+    if kind in COMPUTE or kind in (Kind.GATHER, Kind.FREE):
+        return [(True, True)]
+    if kind is Kind.REDUCE:
+        return [(True, False), (True, True)]
+    return [(kind is Kind.ALL_REDUCE, False)]
+
+
+_EXAMPLES = {kind: f"{'2' * place}{kind}{'0' * turn}" for kind in Kind for place, turn in _written(kind)[:1]}
 
 
 @dataclass(frozen=True)
@@ -87,12 +129,18 @@ class Program:
         microbatches: how many microbatches pass through the segments.
         users: for each unit of parameters, the segments that compute with it, first use first: neighbours
             whose parameters were joined, and for the unit of a tied embedding also the last segment.
+        frozen: the units that are not trained.
+        lookups: the segments whose backward does not read their weights: an embedding.
+        placement: where weights, gradients and optimizer state live.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
     rank_of_segment: tuple[int, ...]
     microbatches: int
     users: tuple[tuple[int, ...], ...]
+    frozen: frozenset[int] = frozenset()
+    lookups: frozenset[int] = frozenset()
+    placement: Placement = REPLICATED
 
     @property
     def num_segments(self) -> int:
@@ -106,17 +154,30 @@ class Program:
                 yield rank, action
 
     def units_on(self, rank: int) -> tuple[int, ...]:
-        """The units whose gradients ``rank`` contributes to."""
+        """The units that segments of ``rank`` use."""
         return tuple(
             unit
             for unit, users in enumerate(self.users)
             if any(self.rank_of_segment[s] == rank for s in users)
         )
 
-    def communication_of(self, rank: int) -> list[Action]:
-        """What a step sums over the Batch axis on ``rank``: its units, and the loss where it is known."""
-        loss = [Action(Kind.LOSS)] if self.rank_of_segment[-1] == rank else []
-        return loss + [Action(Kind.REDUCE, unit) for unit in self.units_on(rank)]
+    def trained_on(self, rank: int) -> tuple[int, ...]:
+        """The units whose gradients ``rank`` contributes to."""
+        return tuple(unit for unit in self.units_on(rank) if unit not in self.frozen)
+
+    @cached_property
+    def units_of_segment(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment, the units that it computes with."""
+        return tuple(
+            tuple(unit for unit, users in enumerate(self.users) if segment in users)
+            for segment in range(self.num_segments)
+        )
+
+    def reads_weights(self, action: Action) -> bool:
+        """Whether an action computes with weights; a weight gradient needs only inputs and gradients."""
+        if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            return action.segment not in self.lookups
+        return action.kind is Kind.FORWARD
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
@@ -125,8 +186,6 @@ class Program:
             (action.segment, action.microbatch)
             for _, action in self.actions()
             if action.kind is Kind.INPUT_GRADIENT
-            and action.segment is not None
-            and action.microbatch is not None
         )
 
     def needs(self, rank: int, action: Action) -> list[Action]:
@@ -137,38 +196,63 @@ class Program:
         - the forward of a segment needs the forward of the segment before it;
         - its backward (B or I) needs its own forward and the backward of the segment after it;
         - a weight gradient needs the input gradient of the same segment and microbatch;
-        - a reduction needs the last contribution of its rank to the unit: every weight gradient of every
-          user, for every microbatch;
+        - what reads weights that are gathered needs the gather before it;
+        - a reduction needs the contributions of its rank since the one before: every weight gradient of every
+          user of the unit; the sum over replicas needs the unit's last reduction;
         - the sum of the loss needs the last segment's forward of every microbatch;
-        - the update needs every reduction of its rank, and the loss where it is known.
+        - the update needs every sum of its rank: reductions, and the loss where it is known.
         """
-        segment, microbatch = action.segment, action.microbatch
         if action.kind is Kind.UPDATE:
-            return self.communication_of(rank)
+            return [other for other in self.ranks[rank] if other.kind in SUMS]
         if action.kind is Kind.LOSS:
             return [Action(Kind.FORWARD, self.num_segments - 1, index) for index in range(self.microbatches)]
-        assert segment is not None
-        if action.kind is Kind.REDUCE:
-            return [
-                self._weights_done(user, index)
-                for user in self.users[segment]
-                if self.rank_of_segment[user] == rank
-                for index in range(self.microbatches)
-            ]
-        assert microbatch is not None
-        if action.kind is Kind.FORWARD:
-            return [Action(Kind.FORWARD, segment - 1, microbatch)] if segment > 0 else []
+        if action.kind in _ON_UNIT:
+            return self._needs_on_units[rank].get(action, [])
+        segment, microbatch = action.segment, action.microbatch
         if action.kind is Kind.WEIGHT_GRADIENT:
             return [Action(Kind.INPUT_GRADIENT, segment, microbatch)]
-        needs = [Action(Kind.FORWARD, segment, microbatch)]
+        needs = list(self._needs_on_units[rank].get(action, []))
+        if action.kind is Kind.FORWARD:
+            return needs + ([Action(Kind.FORWARD, segment - 1, microbatch)] if segment > 0 else [])
+        needs.append(Action(Kind.FORWARD, segment, microbatch))
         if segment + 1 < self.num_segments:
-            needs.append(self._input_done(segment + 1, microbatch))
+            split = (segment + 1, microbatch) in self.split_backwards
+            kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
+            needs.append(Action(kind, segment + 1, microbatch))
         return needs
 
-    def _input_done(self, segment: int, microbatch: int) -> Action:
-        split = (segment, microbatch) in self.split_backwards
-        return Action(Kind.INPUT_GRADIENT if split else Kind.BACKWARD, segment, microbatch)
-
-    def _weights_done(self, segment: int, microbatch: int) -> Action:
-        split = (segment, microbatch) in self.split_backwards
-        return Action(Kind.WEIGHT_GRADIENT if split else Kind.BACKWARD, segment, microbatch)
+    @cached_property
+    def _needs_on_units(self) -> tuple[dict[Action, list[Action]], ...]:
+        """What follows from the order of a rank's actions: for each action, its needs that concern units."""
+        found: list[dict[Action, list[Action]]] = []
+        for actions in self.ranks:
+            needs: dict[Action, list[Action]] = {}
+            gathered: dict[int, Action] = {}
+            uses: dict[int, list[Action]] = {}
+            contributions: dict[int, list[Action]] = {}
+            reduced: dict[int, Action] = {}
+            for action in actions:
+                if action.kind in COMPUTE:
+                    units = (
+                        self.units_of_segment[action.segment] if action.segment < self.num_segments else ()
+                    )
+                    if self.reads_weights(action):
+                        needs[action] = [gathered[unit] for unit in units if unit in gathered]
+                        for unit in units:
+                            uses.setdefault(unit, []).append(action)
+                    if action.kind in CONTRIBUTES:
+                        for unit in units:
+                            contributions.setdefault(unit, []).append(action)
+                elif action.kind is Kind.GATHER:
+                    gathered[action.unit] = action
+                    uses.pop(action.unit, None)
+                elif action.kind is Kind.FREE:
+                    needs[action] = uses.pop(action.unit, [])
+                    gathered.pop(action.unit, None)
+                elif action.kind is Kind.REDUCE:
+                    needs[action] = contributions.pop(action.unit, [])
+                    reduced[action.unit] = action
+                elif action.kind is Kind.ALL_REDUCE:
+                    needs[action] = [reduced[action.unit]] if action.unit in reduced else []
+            found.append(needs)
+        return tuple(found)

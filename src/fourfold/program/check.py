@@ -1,14 +1,16 @@
 """Refuse a broken program before anything starts.
 
 A program is right when every action stands exactly once on the rank that holds its segment, when what an
-action needs has happened before it, and when no ranks wait for each other in a circle.
+action needs has happened before it (weights are there, sums have all their terms), and when no ranks wait for
+each other in a circle.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 
 from fourfold.errors import UserError
-from fourfold.program.actions import COMPUTE, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, CONTRIBUTES, Action, Kind, Program
 from fourfold.program.clock import clock, peak_in_flight
 
 
@@ -19,7 +21,12 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         program: a program over segments, or a schedule over stages.
         max_in_flight: the most (segment, microbatch) activations that a rank may hold at once.
     """
-    problems = [*_placement(program), *_completeness(program), *_deadlocks(program)]
+    problems = [*_placement(program), *_completeness(program)]
+    if any(action.kind not in COMPUTE for _, action in program.actions()):  # else a schedule
+        problems += _sums(program)
+        if program.placement.optimizer:
+            problems += _weights(program)
+    problems += _deadlocks(program)
     if max_in_flight is not None:
         problems += _memory(program, max_in_flight)
     if problems:
@@ -29,27 +36,27 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
 def _placement(program: Program) -> list[str]:
     problems = []
     for rank, action in program.actions():
-        if action.segment is None:
-            continue
-        if action.segment >= program.num_segments:
-            problems.append(
-                f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0"
-            )
-        elif action.kind is Kind.REDUCE and action.segment not in program.units_on(rank):
-            problems.append(f"{action} on rank {rank}: no segment on this rank uses unit {action.segment}")
-        elif action.kind in COMPUTE and program.rank_of_segment[action.segment] != rank:
-            holder = program.rank_of_segment[action.segment]
-            problems.append(f"{action} on rank {rank}: segment {action.segment} is on rank {holder}")
-        if action.microbatch is not None and action.microbatch >= program.microbatches:
-            problems.append(f"{action} on rank {rank}: there are {program.microbatches} microbatches, from 0")
+        if action.kind in COMPUTE:
+            if action.segment >= program.num_segments:
+                problems.append(
+                    f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0"
+                )
+            elif program.rank_of_segment[action.segment] != rank:
+                holder = program.rank_of_segment[action.segment]
+                problems.append(f"{action} on rank {rank}: segment {action.segment} is on rank {holder}")
+            if action.microbatch >= program.microbatches:
+                problems.append(
+                    f"{action} on rank {rank}: there are {program.microbatches} microbatches, from 0"
+                )
+        elif action.place is not None and action.unit not in program.units_on(rank):
+            problems.append(f"{action} on rank {rank}: no segment on this rank uses unit {action.unit}")
+        elif action.kind in (Kind.REDUCE, Kind.ALL_REDUCE) and action.unit in program.frozen:
+            problems.append(f"{action} on rank {rank}: unit {action.unit} is frozen")
     return problems
 
 
 def _completeness(program: Program) -> list[str]:
-    """Every forward once; every backward once, whole (B) or in halves (I and W); reductions and updates once.
-
-    A schedule is compute only; a whole program reduces and updates on every rank.
-    """
+    """Every forward once; every backward once, whole (B) or in halves (I and W)."""
     counts = Counter(action for _, action in program.actions() if action.kind in COMPUTE)
     problems = []
     for segment, microbatch in product(range(program.num_segments), range(program.microbatches)):
@@ -64,17 +71,84 @@ def _completeness(program: Program) -> list[str]:
                 f"the backward of segment {segment} on microbatch {microbatch} is B {b}, I {i}, W {w} times: "
                 "must be B once, or I once and W once"
             )
-    if any(action.kind not in COMPUTE for _, action in program.actions()):
-        for rank, actions in enumerate(program.ranks):
-            own = Counter(actions)
-            expected = [*program.communication_of(rank), Action(Kind.UPDATE)]
-            problems += [
-                f"{action} stands {own[action]} times on rank {rank}: must be once"
-                for action in expected
-                if own[action] != 1
-            ]
-            if actions and actions[-1].kind is not Kind.UPDATE:
-                problems.append(f"rank {rank} ends with {actions[-1]}: UPDATE must come last")
+    return problems
+
+
+def _sums(program: Program) -> list[str]:
+    """A whole program sums the loss once, every gradient after its last contribution, and then updates once."""
+    problems = []
+    for rank, actions in enumerate(program.ranks):
+        counts = Counter(action for action in actions if action.kind not in COMPUTE)
+        problems += [
+            f"{action} stands {count} times on rank {rank}: must be once"
+            for action, count in counts.items()
+            if count > 1
+        ]
+        needed = [Action(Kind.UPDATE)]
+        needed += [Action(Kind.LOSS)] if program.rank_of_segment[-1] == rank else []
+        if any(action.kind is Kind.ALL_REDUCE for action in actions):
+            needed += [Action(Kind.ALL_REDUCE, unit) for unit in program.trained_on(rank)]
+        problems += [
+            f"{action} stands 0 times on rank {rank}: must be once" for action in needed if not counts[action]
+        ]
+        if actions and actions[-1].kind is not Kind.UPDATE:
+            problems.append(f"rank {rank} ends with {actions[-1]}: UPDATE must come last")
+        problems += _gradients(program, rank, actions)
+    return problems
+
+
+def _gradients(program: Program, rank: int, actions: Sequence[Action]) -> list[str]:
+    """Each contribution to a gradient is reduced, and after the last reduction, over the replicas."""
+    problems = []
+    open_since: dict[int, Action] = {}
+    reduced: dict[int, Action] = {}
+    for action in actions:
+        if action.kind in CONTRIBUTES and action.segment < program.num_segments:
+            for unit in program.units_of_segment[action.segment]:
+                if unit not in program.frozen:
+                    open_since[unit] = action
+                    if reduced.get(unit, action).kind is Kind.ALL_REDUCE:
+                        problems.append(
+                            f"{action} on rank {rank} comes after {reduced[unit]}, which misses it"
+                        )
+        elif action.kind is Kind.REDUCE:
+            if open_since.pop(action.unit, None) is None:
+                problems.append(f"{action} on rank {rank} has nothing to sum")
+            reduced[action.unit] = action
+        elif action.kind is Kind.ALL_REDUCE:
+            if action.unit in open_since or action.unit not in reduced:
+                problems.append(f"{action} on rank {rank} must come after the last REDUCE of its unit")
+            reduced[action.unit] = action
+    problems += [
+        f"rank {rank}: no REDUCE of unit {unit} follows {action}" for unit, action in open_since.items()
+    ]
+    return problems
+
+
+def _weights(program: Program) -> list[str]:
+    """Nothing computes on weights that are not there, and every gather ends with a free where there are any."""
+    problems = []
+    for rank, actions in enumerate(program.ranks):
+        present: dict[int, Action] = {}
+        unused: set[int] = set()
+        for action in actions:
+            if action.kind is Kind.GATHER:
+                if action.unit in present:
+                    problems.append(f"{action} on rank {rank}: {present[action.unit]} has not been freed")
+                present[action.unit] = action
+                unused.add(action.unit)
+            elif action.kind is Kind.FREE:
+                if present.pop(action.unit, None) is None:
+                    problems.append(f"{action} on rank {rank}: the weights are not there")
+                elif action.unit in unused:
+                    problems.append(f"{action} on rank {rank}: nothing used the weights since their GATHER")
+            elif program.reads_weights(action) and action.segment < program.num_segments:
+                for unit in program.units_of_segment[action.segment]:
+                    unused.discard(unit)
+                    if unit not in present:
+                        problems.append(f"{action} on rank {rank}: the weights of unit {unit} are not there")
+        if program.placement.weights:
+            problems += [f"{action} on rank {rank} is never freed" for action in present.values()]
     return problems
 
 

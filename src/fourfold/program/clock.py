@@ -1,8 +1,7 @@
 """Simulate a program: when each action runs, what stands idle, how much is in flight.
 
 Each rank has two lanes. Compute actions and the update run one after another in program order; a
-collective (`LOSS`, `REDUCE`) starts when it is reached, runs on the communication lane, and holds back only
-what needs it.
+collective starts when it is reached, runs on the communication lane, and holds back only what needs it.
 """
 
 from collections.abc import Callable
@@ -118,9 +117,11 @@ def peak_in_flight(program: Program) -> list[int]:
     """
     peaks = []
     for actions in program.ranks:
-        live: dict[tuple[int | None, int | None], None] = {}
+        live: dict[tuple[int, int], None] = {}
         peak = 0
         for action in actions:
+            if action.kind not in COMPUTE:
+                continue
             key = (action.segment, action.microbatch)
             if action.kind is Kind.FORWARD:
                 live[key] = None

@@ -12,8 +12,11 @@ COLOURS = {
     Kind.BACKWARD: "#f2a541",
     Kind.INPUT_GRADIENT: "#f2a541",
     Kind.WEIGHT_GRADIENT: "#59a14f",
-    Kind.LOSS: "#b07aa1",
+    Kind.GATHER: "#76b7b2",
+    Kind.FREE: "#d0d0d0",
     Kind.REDUCE: "#b07aa1",
+    Kind.ALL_REDUCE: "#9c5a87",
+    Kind.LOSS: "#d4a6c8",
     Kind.UPDATE: "#79706e",
 }
 
@@ -22,8 +25,11 @@ _MEANING = {
     Kind.BACKWARD: "B  backward",
     Kind.INPUT_GRADIENT: "I  input gradient",
     Kind.WEIGHT_GRADIENT: "W  weight gradient",
-    Kind.LOSS: "LOSS  sum the loss",
+    Kind.GATHER: "GATHER  bring weights",
+    Kind.FREE: "FREE  release them",
     Kind.REDUCE: "REDUCE  sum gradients",
+    Kind.ALL_REDUCE: "ALLREDUCE  over replicas",
+    Kind.LOSS: "LOSS  sum the loss",
     Kind.UPDATE: "UPDATE  optimizer",
 }
 
@@ -47,7 +53,7 @@ def grid(program: Program) -> str:
     columns = round(timeline.seconds)
     labels = [["."] * columns for _ in program.ranks]
     for span in timeline.spans:
-        label = str(span.action) if several else f"{span.action.kind}{span.action.microbatch}"
+        label = str(span.action) if several else f"{span.action.kind}{span.action.turn}"
         for column in range(round(span.start_seconds), round(span.end_seconds)):
             labels[span.rank][column] = label
     cell = max((len(label) for row in labels for label in row), default=1)

@@ -10,6 +10,7 @@ from fourfold.specs.layout import (
     Layout,
 )
 from fourfold.specs.model import ModelSpec
+from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.presets import PRESETS
 from fourfold.specs.rope import RopeScaling
 from fourfold.specs.run import (
@@ -20,6 +21,7 @@ from fourfold.specs.run import (
     OptimizerSection,
     RunSpec,
     SampleSection,
+    ShardingSection,
     TrainingSection,
 )
 
@@ -28,7 +30,9 @@ __all__ = [
     "AXIS_WORDS",
     "BATCH_AXES",
     "DATA_AXES",
+    "PLACEMENTS",
     "PRESETS",
+    "REPLICATED",
     "RUNNABLE_AXES",
     "DataSection",
     "EvaluationSection",
@@ -37,9 +41,11 @@ __all__ = [
     "ModelSection",
     "ModelSpec",
     "OptimizerSection",
+    "Placement",
     "RopeScaling",
     "RunSpec",
     "SampleSection",
+    "ShardingSection",
     "TrainingSection",
     "dense_peak_flops",
 ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fourfold.errors import UserError, choices, nearest
 from fourfold.specs.model import ModelSpec
+from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.spec import divisors, nearby
 
 # From the slowest link to the fastest. Every mesh, folder and table keeps this order.
@@ -20,8 +21,8 @@ BATCH_AXES = ("dp", "fsdp", "cp")
 DATA_AXES = ("dp", "fsdp")
 # What an axis cuts, for messages.
 AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
-# The axes that this release can run. No option of any axis can be run yet.
-RUNNABLE_AXES = ("dp",)
+# The axes that this release can run. No option of another axis than fsdp can be run yet.
+RUNNABLE_AXES = ("dp", "fsdp")
 
 _ENTRY = re.compile(r"(?P<axis>[A-Za-z_]+)(?P<degree>[^:]*)(?::(?P<option>.*))?")
 
@@ -42,6 +43,8 @@ class Layout:
             f"{axis}={self.size(axis)} is too small: use 1 or more" for axis in AXES if self.size(axis) < 1
         ]
         problems += [_unknown_axis(axis) for axis in self.options if axis not in AXES]
+        if self.options.get("fsdp") not in PLACEMENTS:
+            problems.append(_unknown_placement(str(self.fsdp), self.options["fsdp"]))
         if problems:
             raise UserError(*problems)
 
@@ -69,6 +72,8 @@ class Layout:
                 degrees[axis] = int(degree)
             if option == "":
                 problems.append(f"'{entry.strip()}' has no option after the colon: write {axis}{degree}")
+            elif axis == "fsdp" and option not in PLACEMENTS:
+                problems.append(_unknown_placement(degree, option))
             elif option is not None and axis in AXES:
                 options[axis] = option
         if problems:
@@ -87,6 +92,11 @@ class Layout:
     def world_size(self) -> int:
         """The number of ranks: the product of all degrees."""
         return self.size(*AXES)
+
+    @property
+    def placement(self) -> Placement:
+        """Where weights, gradients and optimizer state live on the fsdp axis."""
+        return PLACEMENTS[self.options.get("fsdp")] if self.fsdp > 1 else REPLICATED
 
     def size(self, *axes: str) -> int:
         """Return the product of the degrees of these axes."""
@@ -184,6 +194,7 @@ class Layout:
         problems += [
             f"option '{option}' of {axis} cannot be run yet: leave it out, use {works}"
             for axis, option in self.options.items()
+            if axis != "fsdp"
         ]
         return problems
 
@@ -205,6 +216,14 @@ class Layout:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _unknown_placement(degree: str, option: str) -> str:
+    named = [name for name in PLACEMENTS if name]
+    return (
+        f"option '{option}' of fsdp does not exist.{nearest(option, named)} "
+        f"Use {choices([f'fsdp{degree}:{name}' for name in named])}, or fsdp{degree} to cut the weights too"
+    )
 
 
 def _unknown_axis(axis: str) -> str:

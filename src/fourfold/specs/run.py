@@ -120,8 +120,29 @@ class TrainingSection(Spec):
     )
 
 
+class ShardingSection(Spec):
+    """[sharding]: how weights and their companions are cut over the fsdp axis."""
+
+    pieces: Literal["auto", "matrices", "rows", "flat"] = Field(
+        default="auto",
+        description="what a rank owns: whole matrices, whole rows, or equal runs of elements; "
+        "auto: matrices where they balance, else rows",
+    )
+    prefetch: Count = Field(default=1, description="segments that are gathered ahead of their use")
+    accumulate: Literal["pieces", "whole"] = Field(
+        default="pieces",
+        description="over microbatches, pieces: sum gradients to their owners each time (small); "
+        "whole: keep weights and gradients whole until the last one (fast)",
+    )
+
+
 class OptimizerSection(Spec):
-    """[optimizer]: AdamW (Loshchilov and Hutter, arXiv:1711.05101) and its learning rate."""
+    """[optimizer]: AdamW or Muon, and the learning rate."""
+
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="adamw (arXiv:1711.05101), or muon (arXiv:2502.16982) for the matrices of the blocks",
+    )
 
     learning_rate: float = Field(gt=0, allow_inf_nan=False, description="the highest rate of the schedule")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False, description="decay of both moments")
@@ -176,6 +197,7 @@ class RunSpec(Spec):
     model: ModelSection
     data: DataSection = DataSection()
     training: TrainingSection
+    sharding: ShardingSection = ShardingSection()
     optimizer: OptimizerSection
     evaluation: EvaluationSection = EvaluationSection()
     sample: SampleSection = SampleSection()

@@ -1,0 +1,68 @@
+"""The pass that writes gathers and frees of weights into a program.
+
+[Note: gathered ahead, kept at the turn] Where optimizer state is sharded, a step starts with no unit's weights
+present. Each use of a unit (the forward or the backward of a segment on a microbatch) needs them. Its GATHER
+stands ``prefetch`` compute actions before it, so that it runs while those compute. Where weights are sharded,
+FREE stands right after the use. A unit that would be gathered again before it is freed is kept instead: the
+last segment at the turn from forward to backward, the first one between two microbatches. So a rank holds the
+weights of ``prefetch + 1`` units at once, or those of one segment more where it is kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fourfold.program.actions import COMPUTE, Action, Kind, Program
+
+
+@dataclass
+class _Stay:
+    """The weights of a unit are present from before one action to after another, by position."""
+
+    unit: int
+    gather_at: int
+    free_at: int
+
+
+def with_gathers(program: Program, *, prefetch: int, keep: bool) -> Program:
+    """Return ``program`` with GATHER before and FREE after the uses of each unit, as its placement says.
+
+    Args:
+        program: compute actions only.
+        prefetch: so many compute actions before its use stands a gather.
+        keep: hold weights from the first use of a step to the last, although they are sharded.
+    """
+    if not program.placement.optimizer:
+        return program
+    frees = program.placement.weights
+    ranks = []
+    for actions in program.ranks:
+        compute = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
+        stays: dict[int, list[_Stay]] = {}
+        for order, index in enumerate(compute):
+            action = actions[index]
+            if not program.reads_weights(action):
+                continue
+            ahead = compute[max(order - prefetch, 0)]
+            for unit in program.units_of_segment[action.segment]:
+                known = stays.setdefault(unit, [])
+                if known and (keep or not frees or ahead <= known[-1].free_at + 1):
+                    known[-1].free_at = index
+                else:
+                    known.append(_Stay(unit, ahead, index))
+        ranks.append(_written(actions, stays, frees=frees))
+    return replace(program, ranks=tuple(ranks))
+
+
+def _written(actions: Sequence[Action], stays: dict[int, list[_Stay]], *, frees: bool) -> tuple[Action, ...]:
+    before: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
+    for unit, of_unit in stays.items():
+        for turn, stay in enumerate(of_unit):
+            before.setdefault(stay.gather_at, []).append(Action(Kind.GATHER, unit, turn))
+            if frees:
+                after.setdefault(stay.free_at, []).append(Action(Kind.FREE, unit, turn))
+    return tuple(
+        written
+        for index, action in enumerate(actions)
+        for written in (*before.get(index, ()), action, *after.get(index, ()))
+    )
