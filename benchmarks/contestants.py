@@ -8,10 +8,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads import MODEL, Workload
-from fourfold.initialize import initialize_
+from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.models.norm import RMSNorm
@@ -87,6 +89,28 @@ class Ddp(Plain):
         return super().step(k) / self.ranks
 
 
+class Fsdp2(Plain):
+    """PyTorch's FSDP2: ``fully_shard`` on every block, and on the rest.
+
+    With PyTorch's own norm and loss, as its users have them.
+    """
+
+    def __init__(self, workload: Workload, rank: int, ranks: int):
+        super().__init__(workload, rank, ranks)
+        # FSDP2 averages over ranks, so each rank's loss is scaled up by their number.
+        self.module = _PyTorchLoss(_decoder(), ranks / workload.tokens)
+        mesh = init_device_mesh("cpu", (ranks,))
+        decoder = self.module.model
+        for layer in decoder.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.optimizer = _adamw(self.module)
+        self.ranks = ranks
+
+    def step(self, k: int) -> float:
+        return super().step(k) / self.ranks
+
+
 class _Loss(nn.Module):
     """The model with its loss, scaled, as DDP wants it: one forward."""
 
@@ -121,7 +145,7 @@ class _PyTorchLoss(nn.Module):
 
 def _decoder() -> Decoder:
     model = Decoder(MODEL)
-    initialize_(dict(model.named_parameters()), model, seed=0, std=MODEL.initializer_range)
+    initialize_(whole(dict(model.named_parameters())), model, seed=0, std=MODEL.initializer_range)
     return model
 
 

@@ -13,7 +13,7 @@ from benchmarks.contestants import Ddp, Ours, Plain
 from benchmarks.report import Row, arguments, show
 from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import MODEL, WORKLOADS, Workload
-from fourfold.batch.reduction import LOSS_BYTES, LOSS_DTYPE
+from fourfold.batch.costs import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.traffic import Event, sent_bytes
 
 
@@ -49,7 +49,7 @@ def formula_bytes(ranks: int) -> float:
     """What a rank sends in a step: one all-reduce of every gradient in float32, and one of the loss."""
     messages = [
         Event("all_reduce", "dp", 4 * MODEL.num_parameters, "float32"),
-        Event("all_reduce", "dp", LOSS_BYTES, LOSS_DTYPE),
+        Event("all_reduce", "dp", SCALAR_BYTES, SCALAR_DTYPE),
     ]
     return sum(sent_bytes(message, ranks) for message in messages)
 
