@@ -50,8 +50,8 @@ def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
 def formula_bytes(ranks: int, layout: str) -> float:
     """The textbook's: weights once or twice, gradients once, in float32; and two scalars.
 
-    `fourfold.batch.costs.batch_events` predicts less for FSDP, and exactly: the backward of the embedding needs
-    no weights, and the last unit stays at the turn.
+    `fourfold.batch.costs.batch_events` predicts less for FSDP, and exactly: the backward of the embedding
+    needs no weights, and the last unit stays at the turn.
     """
     weights = 4 * MODEL.num_parameters
     passes = 1 if "zero" in layout else 2

@@ -97,7 +97,7 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
         print(json_module.dumps([asdict(row) for row in rows], indent=2))
         return
     table = Table(
-        title="medians of interleaved steps; ratio = ours / peer round by round (quartiles), below 1 is faster"
+        title="medians of interleaved steps; ratio = ours / peer, round by round (quartiles)"
     )
     columns = (
         "workload",

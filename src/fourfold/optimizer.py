@@ -1,4 +1,4 @@
-"""The optimizer on flat buffers: AdamW, Muon or SGD on the pieces that a rank owns, the gradient norm, clipping."""
+"""The optimizer on the pieces that a rank owns: AdamW, Muon, the gradient norm, clipping."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from fourfold.specs import OptimizerSection
 
 @dataclass(frozen=True)
 class Owned:
-    """What a rank's optimizer updates: parameters whose ``.grad`` are the summed gradients, all of them views.
+    """What a rank's optimizer updates: parameters whose ``.grad`` are the summed gradients, all of them
+    views.
 
     Attributes:
         matrices: matrices of blocks, each in its shape, where they are asked for by name.
@@ -33,7 +34,8 @@ class Owned:
 def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozenset()) -> Owned:
     """The master pieces of this rank as parameters, views into the units' buffers.
 
-    Weight decay follows the parameters' own shapes: matrices come first in a piece, norms and biases after them.
+    Weight decay follows the parameters' own shapes: matrices come first in a piece, norms and biases after
+    them.
 
     Args:
         units: of the model.
@@ -71,9 +73,9 @@ def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozen
 def optimizers(parallel: ParallelModel, spec: OptimizerSection) -> list[torch.optim.Optimizer]:
     """The optimizers of this rank's pieces; only matrices decay.
 
-    ``adamw``: AdamW (Loshchilov and Hutter 2019) on everything. ``muon``: Muon (Jordan 2024), its update scaled
-    to the size of AdamW's (Liu et al. 2025) so that one learning rate fits both, on the matrices of the blocks,
-    AdamW on the rest. Muon's update needs a whole matrix, and its owner has it: no communication.
+    ``adamw``: AdamW (Loshchilov and Hutter 2019) on everything. ``muon``: Muon (Jordan 2024), its update
+    scaled to the size of AdamW's (Liu et al. 2025) so that one learning rate fits both, on the matrices of
+    the blocks, AdamW on the rest. Muon's update needs a whole matrix, and its owner has it: no communication.
     """
     named = spec.name == "muon"
     owned = owned_parameters(parallel.units, matrices=parallel.block_matrices if named else frozenset())
@@ -103,7 +105,8 @@ NORM_ROW = 4096
 
 
 def gradient_norm(units: Sequence[Unit], shards: Axis) -> float:
-    """The 2-norm of the whole gradient, each parameter counted once: the squares of all ranks' pieces, summed.
+    """The 2-norm of the whole gradient, each parameter counted once: the squares of all ranks' pieces,
+    summed.
 
     One float32 sum over 8 million squares is off by 4e-4; sums over short rows, added in float64, are off by
     1e-8 and take no longer. Where a square overflows although the gradients are finite, all is float64.

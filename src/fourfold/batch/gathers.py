@@ -1,11 +1,14 @@
 """The pass that writes gathers and frees of weights into a program.
 
-[Note: gathered ahead, kept at the turn] Where optimizer state is sharded, a step starts with no unit's weights
-present. Each use of a unit (the forward or the backward of a segment on a microbatch) needs them. Its GATHER
-stands ``prefetch`` compute actions before it, so that it runs while those compute. Where weights are sharded,
-FREE stands right after the use. A unit that would be gathered again before it is freed is kept instead: the
-last segment at the turn from forward to backward, the first one between two microbatches. So a rank holds the
-weights of ``prefetch + 1`` units at once, or those of one segment more where it is kept.
+[Note: gathered ahead, kept at the turn] Where optimizer state is sharded, a step starts with no unit's
+weights present. Each use of a unit (the forward or the backward of a segment on a microbatch) needs them. Its
+GATHER stands ``prefetch`` compute actions before it, so that it runs while those compute. Where weights are
+sharded, FREE stands right after the use. So a rank holds the weights of ``prefetch + 1`` units at once.
+
+A unit that is needed again soon is kept instead: where no more than ``prefetch`` compute actions lie between
+the FREE and the next GATHER, the places in that bound would stand empty. At the turn from forward to backward
+this keeps the last segment and, with a prefetch of 1, the one before it; between two microbatches the first
+ones.
 """
 
 from collections.abc import Sequence
@@ -45,7 +48,7 @@ def with_gathers(program: Program, *, prefetch: int, keep: bool) -> Program:
             ahead = compute[max(order - prefetch, 0)]
             for unit in program.units_of_segment[action.segment]:
                 known = stays.setdefault(unit, [])
-                if known and (keep or not frees or ahead <= known[-1].free_at + 1):
+                if known and (keep or not frees or ahead <= known[-1].free_at + 1 + prefetch):
                     known[-1].free_at = index
                 else:
                     known.append(_Stay(unit, ahead, index))

@@ -1,8 +1,8 @@
 """Who owns what: how the flat buffer of each unit is cut into one piece a rank.
 
-[Note: a piece is a run of the buffer] A unit's parameters lie in one flat buffer, and rank r of the fsdp axis owns
-one run of it. So gathering puts pieces one after another, and every parameter is a view of the result, whatever
-was cut. Three ways to cut differ only in the order of the parameters and in where a cut may fall:
+[Note: a piece is a run of the buffer] A unit's parameters lie in one flat buffer, and rank r of the fsdp axis
+owns one run of it. So gathering puts pieces one after another, and every parameter is a view of the result,
+whatever was cut. Three ways to cut differ only in the order of the parameters and in where a cut may fall:
 
 - ``matrices``: between parameters; they are sorted by owner. Each matrix lives whole on one rank.
 - ``rows``: between rows of a parameter, as near to equal pieces as they allow.
@@ -14,6 +14,7 @@ Matrices lie before vectors (norms, biases) in every piece, so what decays is th
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 Shape = tuple[int, ...]
 BALANCED = 1.1
@@ -26,7 +27,8 @@ class Pieces:
 
     Attributes:
         order: the names of its parameters, in the order of the buffer.
-        counts: how many elements each rank owns, in rank order. Their sum may exceed the parameters' elements.
+        counts: how many elements each rank owns, in rank order. Their sum may exceed the parameters'
+        elements.
     """
 
     order: tuple[str, ...]
@@ -39,7 +41,8 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     Args:
         units: the parameters of each unit with their shapes, in model order.
         ranks: of the fsdp axis.
-        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one matrix
+        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one
+        matrix
             (embedding, head) by rows, and all by rows where whole matrices do not balance.
     """
     if how == "flat" or ranks == 1:
@@ -91,7 +94,7 @@ def _rows(shapes: Mapping[str, Shape], ranks: int) -> Pieces:
             rank += 1
         start += numel
     cuts += [total] * (ranks + 1 - len(cuts))
-    return Pieces(order, tuple(stop - start for start, stop in zip(cuts, cuts[1:], strict=False)))
+    return Pieces(order, tuple(stop - start for start, stop in pairwise(cuts)))
 
 
 def _matrices(units: Sequence[Mapping[str, Shape]], ranks: int) -> list[Pieces]:

@@ -1,17 +1,18 @@
 """The pass that writes the sums of gradients and of the loss into a program.
 
-[Note: when gradients are summed] Each microbatch adds into the unit's local gradient buffer. Where gradients are
-replicated they are summed over ranks once a step, right after the last contribution, so accumulation saves
-communication. Where they are sharded, each microbatch's are summed to the owners right after its contribution and
-the buffer is released, so that only pieces stay. Either way a REDUCE runs behind the backward of the segments
-below.
+[Note: when gradients are summed] Each microbatch adds into the unit's local gradient buffer. Where gradients
+are replicated they are summed over ranks once a step, right after the last contribution, so accumulation
+saves communication. Where they are sharded, each microbatch's are summed to the owners right after its
+contribution and the buffer is released, so that only pieces stay. Either way a REDUCE runs behind the
+backward of the segments below.
 
-[Note: replicas last] In HSDP an owner's piece is summed over the replicas once a step, after all its microbatches
-are in (adding some only later would leave the replicas apart). That ALLREDUCE follows the *next* unit's REDUCE,
-at which its own has been waited for anyway.
+[Note: replicas last] In HSDP an owner's piece is summed over the replicas once a step, after all its
+microbatches are in (adding some only later would leave the replicas apart). That ALLREDUCE follows the *next*
+unit's REDUCE, at which its own has been waited for anyway.
 
-[Note: one reduction in flight] Where gradients are sharded, a REDUCE waits for the one before it and releases that
-one's buffer. So a rank holds the whole gradients of two units at most: one being summed, one being computed.
+[Note: one reduction in flight] Where gradients are sharded, a REDUCE waits for the one before it and releases
+that one's buffer. So a rank holds the whole gradients of two units at most: one being summed, one being
+computed.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Flat buffers: the parameters that are gathered, reduced and updated together.
 
-[Note: views for ever] A unit has one flat buffer of weights and one of gradients. The parameters are views of the
-first and their ``.grad`` are views of the second, from construction on. A buffer is filled and reduced where it
-lies: nothing is copied in or out, and the parameter objects never change. Where a buffer is not needed its
+[Note: views for ever] A unit has one flat buffer of weights and one of gradients. The parameters are views of
+the first and their ``.grad`` are views of the second, from construction on. A buffer is filled and reduced
+where it lies: nothing is copied in or out, and the parameter objects never change. Where a buffer is not
+needed its
 *storage* is resized to nothing and back; the views stay.
 """
 
@@ -139,7 +140,17 @@ class Unit:
             parameter.grad = slot.view(self.gradient)
         for module, attribute in sites:
             setattr(module, attribute, parameter)
+            if self.placement.weights:
+                module.register_forward_pre_hook(self._check_present)
         return parameter
+
+    def _check_present(self, _module: nn.Module, _arguments: object) -> None:
+        """Refuse to compute on freed weights, which would read memory that is no longer there."""
+        if not self.is_present:
+            raise RuntimeError(
+                f"the weights of {self.name} are not on this rank: between its uses in a step a sharded unit "
+                "holds a piece only; call ParallelModel.gather_ on all ranks to use the model outside a step"
+            )
 
     def _owned(self) -> Iterator[Owned]:
         for slot in self.slots:

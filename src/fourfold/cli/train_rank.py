@@ -24,6 +24,8 @@ from fourfold.specs import ModelSpec, RunSpec
 from fourfold.training import Report, train
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fourfold.parallel_model import ParallelModel
 
 
@@ -101,10 +103,15 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
             with suppress(RunStopped):
                 rank.on_first("drawing how the run went", draw_pictures)
             raise
+    weights = whole_weights(model, keep=rank.is_first)
+    if run.sample.tokens:
+        model.gather_()
     if reporter is None:
         return
     assert folder is not None
-    _keep(model, run, model_spec, folder, files)
+    save_checkpoint(
+        folder / CHECKPOINT, weights=weights, spec=model_spec, step=run.training.steps, tokenizer=files
+    )
     draw_pictures()
     _draw_program(model, reporter, folder)
     _tell(reporter, folder, unigram)
@@ -158,17 +165,9 @@ def check_weights(model: "ParallelModel", *, step: int) -> None:
             )
 
 
-def _keep(
-    model: "ParallelModel", run: RunSpec, spec: ModelSpec, folder: Path, tokenizer: Mapping[str, bytes]
-) -> None:
-    """Write the checkpoint of the finished run: the master weights."""
-    save_checkpoint(
-        folder / CHECKPOINT,
-        weights=dict(model.named_masters()),
-        spec=spec,
-        step=run.training.steps,
-        tokenizer=tokenizer,
-    )
+def whole_weights(model: "ParallelModel", *, keep: bool) -> dict[str, "Tensor"]:
+    """Return the whole master weights by name on the rank that keeps them. All ranks take part."""
+    return {name: weights.clone() for name, weights in model.named_masters() if keep}
 
 
 def _draw(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:

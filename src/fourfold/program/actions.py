@@ -1,9 +1,9 @@
 """What a rank does in one training step, as data.
 
 A program is a list of actions for each pipeline rank, known before the step starts. An action acts on a
-*segment* (the embedding, a block, the head) and a microbatch, or on a *unit*, the parameters that are gathered
-and reduced together. Schedules write the same type over *stages* (``layer/schedules.py``); `fourfold.build`
-expands stages to segments.
+*segment* (the embedding, a block, the head) and a microbatch, or on a *unit*, the parameters that are
+gathered and reduced together. Schedules write the same type over *stages* (``layer/schedules.py``);
+`fourfold.build` expands stages to segments.
 """
 
 import re
@@ -51,9 +51,10 @@ class Action:
     """One thing to do: ``2F0`` is the forward of segment 2 on microbatch 0.
 
     On a unit: `GATHER` brings its weights to all ranks that share it, `FREE` releases them, `REDUCE` sums its
-    gradients to where they belong, `ALL_REDUCE` sums those sums over the replicas of a sharded model. ``2GATHER1``
-    is the second gather of unit 2 in the step, ``2FREE1`` what ends it; ``2REDUCE`` is its only reduction,
-    ``2REDUCE1`` the second of several. `LOSS` sums the loss over the Batch axis, `UPDATE` runs the optimizer.
+    gradients to where they belong, `ALL_REDUCE` sums those sums over the replicas of a sharded model.
+    ``2GATHER1`` is the second gather of unit 2 in the step, ``2FREE1`` what ends it; ``2REDUCE`` is its only
+    reduction, ``2REDUCE1`` the second of several. `LOSS` sums the loss over the Batch axis, `UPDATE` runs the
+    optimizer.
 
     Attributes:
         kind: what to do.

@@ -75,7 +75,7 @@ def _completeness(program: Program) -> list[str]:
 
 
 def _sums(program: Program) -> list[str]:
-    """A whole program sums the loss once, every gradient after its last contribution, and then updates once."""
+    """A whole program sums the loss once and each gradient after its last contribution, and then updates."""
     problems = []
     for rank, actions in enumerate(program.ranks):
         counts = Counter(action for action in actions if action.kind not in COMPUTE)
@@ -126,7 +126,7 @@ def _gradients(program: Program, rank: int, actions: Sequence[Action]) -> list[s
 
 
 def _weights(program: Program) -> list[str]:
-    """Nothing computes on weights that are not there, and every gather ends with a free where there are any."""
+    """Nothing computes on weights that are not there; each GATHER is used, and freed where it must be."""
     problems = []
     for rank, actions in enumerate(program.ranks):
         present: dict[int, Action] = {}

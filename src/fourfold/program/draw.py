@@ -1,6 +1,7 @@
 """Draw a program: as text for the terminal, as a picture for the run folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
 
@@ -26,7 +27,7 @@ _MEANING = {
     Kind.INPUT_GRADIENT: "I  input gradient",
     Kind.WEIGHT_GRADIENT: "W  weight gradient",
     Kind.GATHER: "GATHER  bring weights",
-    Kind.FREE: "FREE  release them",
+    Kind.FREE: "weights held until FREE",
     Kind.REDUCE: "REDUCE  sum gradients",
     Kind.ALL_REDUCE: "ALLREDUCE  over replicas",
     Kind.LOSS: "LOSS  sum the loss",
@@ -79,7 +80,11 @@ def summary(program: Program) -> str:
 def picture(
     timeline: Timeline, path: Path, *, title: str, names: Callable[[Action], str] = str, unit: str = "ms"
 ) -> None:
-    """Draw a timeline, simulated or measured, as a PNG: a lane for compute and one for communication a rank.
+    """Draw a timeline, simulated or measured, as a PNG.
+
+    A rank has a lane for compute, one for communication, and where weights are freed one that shows how long
+    each unit's are held: from the start of a GATHER to the end of its FREE. Where a label does not fit, the
+    number of the segment or unit stands alone.
 
     Args:
         timeline: what to draw.
@@ -92,32 +97,44 @@ def picture(
 
     scale = 1000.0 if unit == "ms" else 1.0
     total = timeline.seconds * scale
-    lanes = _lanes(timeline)
-    figure = Figure(figsize=(12, 1.7 + 0.5 * len(lanes)), dpi=120, layout="constrained")
+    lanes = {key: (spans, *_rows(spans)) for key, spans in _lanes(timeline).items()}
+    heights = [max(1.0, min(count, _MOST_LABELLED_ROWS) / 2.5) for _, _, count in lanes.values()]
+    figure = Figure(figsize=(12, 1.7 + 0.5 * sum(heights)), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for index, spans in enumerate(lanes.values()):
-        rows, count = _rows(spans)
-        height = 0.8 / count
+    middles = []
+    top = 0.0
+    for (spans, rows, count), lane_height in zip(lanes.values(), heights, strict=True):
+        height = (lane_height - 0.2) / count
+        middles.append(top + lane_height / 2)
         for span, row in zip(spans, rows, strict=True):
-            middle = index - 0.4 + (row + 0.5) * height
+            middle = top + 0.1 + (row + 0.5) * height
             start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
-            colour = COLOURS[span.action.kind]
+            kind = span.action.kind
             axes.barh(
-                middle, length, left=start, height=height, color=colour, edgecolor="white", linewidth=0.4
+                middle,
+                length,
+                left=start,
+                height=height,
+                color=COLOURS[kind],
+                edgecolor="white",
+                linewidth=0.4,
             )
-            label = names(span.action)
-            if length > total * 0.0085 * len(label) and count <= _MOST_LABELLED_ROWS:
+            fitting = [label for label in _labels(span.action, names) if length > total * 0.0065 * len(label)]
+            if fitting and count <= _MOST_LABELLED_ROWS:
                 axes.text(
-                    start + length / 2, middle, label, ha="center", va="center", fontsize=6.5, color="white"
-                )
-    axes.set_yticks(range(len(lanes)), [_lane_name(key, lanes) for key in lanes])
-    axes.invert_yaxis()
+                    start + length / 2, middle, fitting[0], ha="center", va="center", fontsize=6.5,
+                    color="#303030" if kind is Kind.FREE else "white",
+                )  # fmt: skip
+        top += lane_height
+    axes.set_yticks(middles, [_lane_name(key, lanes) for key in lanes])
+    axes.set_ylim(top, 0)
     axes.set_xlim(0, total or 1)
     axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards of one stage")
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    kinds = dict.fromkeys(span.action.kind for span in timeline.spans)
+    present = {span.action.kind for span in timeline.spans}
+    kinds = [kind for kind in _MEANING if kind in present]
     handles = [axes.barh(0, 0, color=COLOURS[kind]) for kind in kinds]
     for handle, kind in zip(handles, kinds, strict=True):
         handle.set_label(_MEANING[kind])
@@ -126,18 +143,38 @@ def picture(
 
 
 _MOST_LABELLED_ROWS = 6
-"""Of collectives in flight at once: more rows than these are too low for text."""
+"""Of spans at once in a lane: more rows than these are too low for text."""
 
-Lane = tuple[int, bool]
-"""A rank, and whether it is its communication."""
+Lane = tuple[int, str]
+"""A rank, and what of it: compute, communication or weights."""
 
 
 def _lanes(timeline: Timeline) -> dict[Lane, list[Span]]:
     """The spans of each lane, by their start."""
     lanes: dict[Lane, list[Span]] = {}
+    gathered: dict[tuple[int, Action], Span] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start_seconds)):
-        lanes.setdefault((span.rank, span.action.kind in COMMUNICATION), []).append(span)
-    return dict(sorted(lanes.items()))
+        part = "communication" if span.action.kind in COMMUNICATION else "compute"
+        if span.action.kind is Kind.GATHER:
+            gathered[span.rank, span.action] = span
+        if span.action.kind is Kind.FREE:
+            part = "weights"
+            gather = gathered[span.rank, replace(span.action, kind=Kind.GATHER)]
+            span = replace(span, start_seconds=gather.start_seconds)
+        lanes.setdefault((span.rank, part), []).append(span)
+    for spans in lanes.values():
+        spans.sort(key=lambda span: span.start_seconds)
+    return dict(sorted(lanes.items(), key=lambda lane: (lane[0][0], _PARTS.index(lane[0][1]))))
+
+
+_PARTS = ("compute", "communication", "weights")
+"""Of a rank, from top to bottom."""
+
+
+def _labels(action: Action, names: Callable[[Action], str]) -> list[str]:
+    """The name of an action and, shorter, its place."""
+    place = [] if action.place is None else [str(action.place)]
+    return place if action.kind is Kind.FREE else [names(action), *place]
 
 
 def _rows(spans: list[Span]) -> tuple[list[int], int]:
@@ -152,8 +189,6 @@ def _rows(spans: list[Span]) -> tuple[list[int], int]:
     return rows, len(ends)
 
 
-def _lane_name(key: Lane, lanes: dict[Lane, list[Span]]) -> str:
-    rank, communication = key
-    if not any(other for _, other in lanes):
-        return f"rank {rank}"
-    return f"rank {rank}, {'communication' if communication else 'compute'}"
+def _lane_name(key: Lane, lanes: Mapping[Lane, object]) -> str:
+    rank, part = key
+    return f"rank {rank}, {part}" if any(other != "compute" for _, other in lanes) else f"rank {rank}"

@@ -10,9 +10,10 @@ class Placement:
     Over the dp axis everything is replicated: ``dp2,fsdp4`` (HSDP) is two replicas of four pieces.
 
     Attributes:
-        weights: between uses a rank holds only its piece; they are gathered for every use and dropped after it.
-        gradients: they are summed to the owners of the pieces after each microbatch, and only a piece stays.
-        optimizer: each rank updates its piece alone; the weights are gathered once before they are used.
+        weights: between uses a rank holds only its piece; they are gathered for every use and dropped after
+        it. gradients: they are summed to the owners of the pieces after each microbatch, and only a piece
+        stays. optimizer: each rank updates its piece alone; the weights are gathered once before they are
+        used.
     """
 
     weights: bool
@@ -28,4 +29,4 @@ PLACEMENTS = {
     "zero2": Placement(weights=False, gradients=True, optimizer=True),
     "zero1": Placement(weights=False, gradients=False, optimizer=True),
 }
-"""By the option of the fsdp axis. None is FSDP, which is ZeRO-3 (Rajbhandari et al. 2020, Zhao et al. 2023)."""
+"""By the option of the fsdp axis. None is FSDP (Zhao et al. 2023), or ZeRO-3 (Rajbhandari et al. 2020)."""

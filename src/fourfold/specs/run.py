@@ -126,7 +126,7 @@ class ShardingSection(Spec):
     pieces: Literal["auto", "matrices", "rows", "flat"] = Field(
         default="auto",
         description="what a rank owns: whole matrices, whole rows, or equal runs of elements; "
-        "auto: matrices where they balance, else rows",
+        "auto: matrices where they balance, else rows; matrices for muon",
     )
     prefetch: Count = Field(default=1, description="segments that are gathered ahead of their use")
     accumulate: Literal["pieces", "whole"] = Field(
@@ -246,6 +246,16 @@ class RunSpec(Spec):
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than training.steps={steps}: "
                 f"use {steps} or less"
             )
+        if (
+            self.optimizer.name == "muon"
+            and self.layout.fsdp > 1
+            and self.sharding.pieces in ("rows", "flat")
+        ):
+            problems.append(
+                f"sharding.pieces='{self.sharding.pieces}' cuts matrices over fsdp={self.layout.fsdp} "
+                "(Batch axis), and optimizer.name='muon' needs them whole: use sharding.pieces='matrices' or "
+                "'auto', or optimizer.name='adamw'"
+            )
         return problems
 
     def problems(self, *, vocab_size: int | None = None, world_size: int | None = None) -> list[str]:
@@ -289,6 +299,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "model": ("preset", "config", *ModelSpec.model_fields),
     "data": tuple(DataSection.model_fields),
     "training": tuple(TrainingSection.model_fields),
+    "sharding": tuple(ShardingSection.model_fields),
     "optimizer": tuple(OptimizerSection.model_fields),
     "evaluation": tuple(EvaluationSection.model_fields),
     "sample": tuple(SampleSection.model_fields),
