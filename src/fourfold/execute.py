@@ -51,10 +51,10 @@ class Trace:
             self.spans.append(Span(0, action, start, self.now()))
             self._close([entry for entry in self._open if entry[2].is_done()])
 
-    def started(self, action: Action, pending: Pending) -> None:
-        """Note a collective that starts now and runs on."""
+    def started(self, action: Action, start: float, pending: Pending) -> None:
+        """Note a collective that runs on."""
         if self._on_host:
-            self._open.append((action, self.now(), pending))
+            self._open.append((action, start, pending))
 
     def waited(self, pending: Pending) -> None:
         """Note that a collective has been waited for."""
@@ -238,7 +238,7 @@ class Executor:
                 self._weight_gradients.begin_(unit.parameters)
 
     def _gather(self, state: _Step, action: Action) -> None:
-        state.gathers[action.unit] = self._start(state, action, self._units[action.unit].gather())
+        state.gathers[action.unit] = self._start(state, action, self._units[action.unit].gather)
 
     def _free(self, state: _Step, action: Action) -> None:
         start = state.trace.now()
@@ -251,7 +251,7 @@ class Executor:
             for index in list(state.reductions):
                 self._finish_reduction(state, index)
         self._weight_gradients.finish_(unit.parameters)
-        state.reductions[action.unit] = self._start(state, action, unit.reduce())
+        state.reductions[action.unit] = self._start(state, action, unit.reduce)
 
     def _finish_reduction(self, state: _Step, index: int) -> None:
         if pending := state.reductions.pop(index, None):
@@ -261,14 +261,18 @@ class Executor:
 
     def _all_reduce(self, state: _Step, action: Action) -> None:
         self._finish_reduction(state, action.unit)
-        state.others.append(self._start(state, action, self._units[action.unit].all_reduce()))
+        state.others.append(self._start(state, action, self._units[action.unit].all_reduce))
 
     def _loss(self, state: _Step, action: Action) -> None:
-        pending = all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
-        state.others.append(self._start(state, action, pending))
+        def all_reduce() -> Pending:
+            return all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
 
-    def _start(self, state: _Step, action: Action, pending: Pending) -> Pending:
-        state.trace.started(action, pending)
+        state.others.append(self._start(state, action, all_reduce))
+
+    def _start(self, state: _Step, action: Action, collective: Callable[[], Pending]) -> Pending:
+        start = state.trace.now()  # a backend may send some of it before it returns
+        pending = collective()
+        state.trace.started(action, start, pending)
         return pending
 
     def _update(self, state: _Step, action: Action) -> None:

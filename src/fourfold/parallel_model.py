@@ -140,7 +140,7 @@ def parallelize(
         raise UserError(*problems)
     pieces = model.pieces()
     placement = mesh.layout.placement
-    groups = _groups(model, [piece.modules for piece in pieces], dtype=dtype, joined=not placement.weights)
+    groups = _groups(model, [piece.modules for piece in pieces], dtype=dtype, sharded=placement.weights)
     named = dict(model.named_parameters())
     shapes = [{name: tuple(named[name].shape) for name in group.users} for group in groups]
     sites = parameter_sites(model)
@@ -198,20 +198,18 @@ class _Group:
 
 
 def _groups(
-    model: nn.Module, segments: Sequence[tuple[nn.Module, ...]], *, dtype: torch.dtype, joined: bool
+    model: nn.Module, segments: Sequence[tuple[nn.Module, ...]], *, dtype: torch.dtype, sharded: bool
 ) -> list[_Group]:
     """Put parameters together that are gathered and reduced together.
 
-    A unit holds the trained or the frozen parameters of one segment; of several where the weights stay whole,
-    since then only reductions cost a latency each.
+    A unit holds the trained or the frozen parameters of one segment, or of several small neighbours.
     """
     owned = parameter_users(model, segments)
     named = dict(model.named_parameters())
     itemsize = master_dtype(dtype).itemsize
     sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
-    spans = segments_of_units(sizes) if joined else [range(i, i + 1) for i in range(len(segments))]
     groups = []
-    for span in spans:
+    for span in segments_of_units(sizes, sharded=sharded):
         for trained in (True, False):
             users = {
                 name: users

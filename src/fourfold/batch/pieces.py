@@ -27,8 +27,7 @@ class Pieces:
 
     Attributes:
         order: the names of its parameters, in the order of the buffer.
-        counts: how many elements each rank owns, in rank order. Their sum may exceed the parameters'
-        elements.
+        counts: how many elements each rank owns, in rank order. Their sum may exceed the parameters'.
     """
 
     order: tuple[str, ...]
@@ -41,9 +40,8 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     Args:
         units: the parameters of each unit with their shapes, in model order.
         ranks: of the fsdp axis.
-        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one
-        matrix
-            (embedding, head) by rows, and all by rows where whole matrices do not balance.
+        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one matrix
+            by rows (embedding, head), and all by rows where whole matrices do not balance.
     """
     if how == "flat" or ranks == 1:
         return [_flat(shapes, ranks) for shapes in units]

@@ -27,17 +27,22 @@ Each reduction costs a latency, so small ones are joined; but what the backward 
 hide behind, so they are not joined to one.
 """
 
+SHARDED_UNIT_BYTES = 4 * 2**20
+"""The same where weights are sharded, or an eighth of the model: whole units take memory there."""
 
-def segments_of_units(segment_bytes: Sequence[int]) -> list[range]:
+
+def segments_of_units(segment_bytes: Sequence[int], *, sharded: bool = False) -> list[range]:
     """Join neighbouring segments to units, in the order of the backward: the last segments come first.
 
     Args:
         segment_bytes: of the gradients of each segment's parameters, in the order of the forward.
+        sharded: whether a rank holds the weights of a unit only while it is used.
 
     Returns:
         The segments of each unit, in the order of the forward.
     """
-    enough = min(UNIT_BYTES, sum(segment_bytes) / 2)
+    total = sum(segment_bytes)
+    enough = min(SHARDED_UNIT_BYTES, total / 8) if sharded else min(UNIT_BYTES, total / 2)
     units: list[range] = []
     stop = len(segment_bytes)
     for start in reversed(range(len(segment_bytes))):

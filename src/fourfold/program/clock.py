@@ -78,6 +78,7 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
     compute_free = [0.0] * len(program.ranks)
     link_free = [0.0] * len(program.ranks)
     spans: list[Span] = []
+    reduced = [0.0] * len(program.ranks)
     progress = True
     while progress:
         progress = False
@@ -88,11 +89,17 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
                 if any(key not in ends for key in keys):
                     break
                 lane = link_free if action.kind in COMMUNICATION else compute_free
+                # The rank itself waits: see [Note: one reduction in flight], and to add up what it reduced.
+                if action.kind is Kind.REDUCE and program.placement.gradients:
+                    compute_free[rank] = max(compute_free[rank], reduced[rank])
+                elif action.kind is Kind.ALL_REDUCE:
+                    compute_free[rank] = max([compute_free[rank], *(ends[key] for key in keys)])
                 # An action is issued when its rank has worked through what stands before it.
                 start = max([lane[rank], compute_free[rank], *(ends[key] for key in keys)])
                 end = start + seconds(action)
                 lane[rank] = end
                 ends[_key(rank, action)] = end
+                reduced[rank] = end if action.kind is Kind.REDUCE else reduced[rank]
                 spans.append(Span(rank, action, start, end))
                 position[rank] += 1
                 progress = True

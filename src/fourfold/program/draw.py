@@ -103,42 +103,34 @@ def picture(
     axes = figure.subplots()
     middles = []
     top = 0.0
-    for (spans, rows, count), lane_height in zip(lanes.values(), heights, strict=True):
-        height = (lane_height - 0.2) / count
-        middles.append(top + lane_height / 2)
+    for (spans, rows, count), height in zip(lanes.values(), heights, strict=True):
+        bar = (height - 0.2) / count
+        middles.append(top + height / 2)
         for span, row in zip(spans, rows, strict=True):
-            middle = top + 0.1 + (row + 0.5) * height
             start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
-            kind = span.action.kind
-            axes.barh(
-                middle,
-                length,
-                left=start,
-                height=height,
-                color=COLOURS[kind],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-            fitting = [label for label in _labels(span.action, names) if length > total * 0.0065 * len(label)]
+            middle = top + 0.1 + (row + 0.5) * bar
+            colour = COLOURS[span.action.kind]
+            axes.barh(middle, length, left=start, height=bar, color=colour, edgecolor="white", linewidth=0.4)
+            fitting = [label for label in _labels(span.action, names) if length > total * 0.007 * len(label)]
             if fitting and count <= _MOST_LABELLED_ROWS:
-                axes.text(
-                    start + length / 2, middle, fitting[0], ha="center", va="center", fontsize=6.5,
-                    color="#303030" if kind is Kind.FREE else "white",
-                )  # fmt: skip
-        top += lane_height
+                colour = "#303030" if span.action.kind is Kind.FREE else "white"
+                where = start + length / 2, middle
+                axes.text(*where, fitting[0], ha="center", va="center", fontsize=7.5, color=colour)
+        top += height
     axes.set_yticks(middles, [_lane_name(key, lanes) for key in lanes])
     axes.set_ylim(top, 0)
     axes.set_xlim(0, total or 1)
-    axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards of one stage")
+    axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards")
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     present = {span.action.kind for span in timeline.spans}
     kinds = [kind for kind in _MEANING if kind in present]
-    handles = [axes.barh(0, 0, color=COLOURS[kind]) for kind in kinds]
-    for handle, kind in zip(handles, kinds, strict=True):
-        handle.set_label(_MEANING[kind])
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(kinds), frameon=False, fontsize=8)
+    handles = [axes.barh(0, 0, color=COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(kinds), frameon=False, fontsize=8,
+        columnspacing=1.2, handlelength=1.2, handletextpad=0.5,
+    )  # fmt: skip
     figure.savefig(path)
 
 

@@ -10,10 +10,9 @@ class Placement:
     Over the dp axis everything is replicated: ``dp2,fsdp4`` (HSDP) is two replicas of four pieces.
 
     Attributes:
-        weights: between uses a rank holds only its piece; they are gathered for every use and dropped after
-        it. gradients: they are summed to the owners of the pieces after each microbatch, and only a piece
-        stays. optimizer: each rank updates its piece alone; the weights are gathered once before they are
-        used.
+        weights: between uses a rank holds only its piece; they are gathered for every use, then dropped.
+        gradients: they are summed to the owners of the pieces after each microbatch; only a piece stays.
+        optimizer: each rank updates its piece alone; the weights are gathered once before they are used.
     """
 
     weights: bool

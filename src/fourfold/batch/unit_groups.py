@@ -1,0 +1,267 @@
+"""The units of any module, in groups whose weights come and go together: one a block, one for the rest."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.batch.pieces import cut
+from fourfold.batch.units import Unit, parameter_sites
+from fourfold.collectives import Pending, broadcast_
+from fourfold.errors import UserError, nearest
+from fourfold.mesh import Mesh
+
+Initialize = Callable[[str, int, Tensor], None]
+"""Writes initial values: given a parameter's name, the index of the first element in the flattened parameter,
+and the flat run to write. A buffer comes whole and in its shape."""
+
+
+class UnitGroup:
+    """Units that are gathered and freed together.
+
+    Attributes:
+        name: of the block, for messages.
+        module: the block; for the group of what is in no block, the whole module.
+        units: at most one for each dtype, and for trained and frozen parameters.
+        uses: forwards of this step that a backward is to follow.
+        is_ready: whether the weights are on this rank and up to date.
+        in_use: whether a forward or a backward computes with them now.
+    """
+
+    def __init__(self, name: str, module: nn.Module):
+        self.name = name
+        self.module = module
+        self.units: list[Unit] = []
+        self.uses = 0
+        self.is_ready = False
+        self.in_use = False
+        self._pending: list[Pending] = []
+
+    def start_gather(self) -> None:
+        """Start to bring the weights here, if they are neither here nor on their way."""
+        if not self.is_ready and not self._pending:
+            self._pending = [unit.gather() for unit in self.units]
+
+    def finish_gather(self) -> None:
+        """Wait until the weights are here."""
+        self.start_gather()
+        while self._pending:
+            self._pending.pop().wait()
+        self.is_ready = True
+
+    @contextmanager
+    def gathered(self, *, ahead: "UnitGroup | None", keep: bool = False) -> Iterator[None]:
+        """Have the weights here while the context computes with them.
+
+        Args:
+            ahead: is gathered while this computes.
+            keep: do not free the weights afterwards.
+        """
+        self.start_gather()
+        if ahead is not None:
+            ahead.start_gather()
+        self.finish_gather()
+        self.in_use = True
+        try:
+            yield
+        finally:
+            self.in_use = False
+            if not keep:
+                self.release()
+
+    def release(self) -> None:
+        """Free the weights after a use, where they are sharded."""
+        if any(unit.placement.weights for unit in self.units):
+            self.expire()
+
+    def expire(self) -> None:
+        """Have the weights gathered anew before their next use, because they changed or are to be freed."""
+        while self._pending:
+            self._pending.pop().wait()
+        for unit in self.units:
+            unit.free_()
+        self.is_ready = False
+
+
+def refuse_without_weights(groups: Collection[UnitGroup], module: nn.Module, *_: object) -> None:
+    """A forward pre-hook for a module that needs the weights of ``groups``: raise where one is not here."""
+    for group in groups:
+        if not group.is_ready:
+            raise RuntimeError(
+                f"the weights of this {type(module).__name__} are not on this rank now: they belong to "
+                f"{group.name}, and come for its own forward and backward"
+            )
+
+
+def unit_groups(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    mesh: Mesh,
+    pieces: str,
+    dtype: torch.dtype | None,
+    float32: Collection[str],
+    initialize: Initialize | None,
+) -> list[UnitGroup]:
+    """Move the parameters of ``module`` into units; return the groups of the blocks and, last, of the rest.
+
+    A parameter that is in several blocks, or in one and outside, belongs to the rest. One unit after another
+    is made, so that no rank holds more than its pieces and one unit, besides what ``module`` came with.
+
+    Args:
+        module: on any device; on the meta device ``initialize`` is needed.
+        blocks: modules of it that do not contain each other.
+        mesh: the ranks.
+        pieces: how units are cut; see `fourfold.batch.pieces.cut`.
+        dtype: what computation reads, None for the parameters' own. Masters are float32 or higher.
+        float32: parameters whose names contain one of these are read in float32.
+        initialize: writes the values; None keeps those of the first rank.
+
+    Raises UserError with all that is wrong with the arguments.
+    """
+    names = _block_names(module, blocks)
+    named = dict(module.named_parameters())
+    _check(module, named, float32, initialize)
+    sites = parameter_sites(module)
+    groups = [UnitGroup(name, block) for name, block in zip(names, blocks, strict=True)]
+    groups.append(UnitGroup("what is in no block", module))
+    homes = _homes(module, blocks)
+    members: dict[tuple[int, bool, torch.dtype], list[str]] = {}
+    for name, parameter in named.items():
+        home = homes[id(parameter)]
+        read = _dtype_read(name, parameter.dtype, dtype, float32)
+        index = home.pop() if len(home) == 1 else len(blocks)
+        members.setdefault((index, parameter.requires_grad, read), []).append(name)
+    # A parameter without dims counts as one row.
+    shapes = [{name: tuple(named[name].shape) or (1,) for name in found} for found in members.values()]
+    for (index, _, read), laid_out in zip(
+        members, cut(shapes, ranks=mesh.fsdp.size, how=pieces), strict=True
+    ):
+        values = {name: named.pop(name) for name in laid_out.order}
+        unit = Unit(
+            groups[index].name,
+            values,
+            sites,
+            pieces=laid_out,
+            placement=mesh.layout.placement,
+            shards=mesh.fsdp,
+            replicas=mesh.joint("dp", "cp"),
+            dtype=read,
+            master_dtype=torch.promote_types(read, torch.float32) if read.is_floating_point else read,
+            device=mesh.device,
+        )
+        groups[index].units.append(unit)
+        if initialize is None:
+            fill_(unit, lambda name, values=values: _of_first_rank(values[name], mesh))  # type: ignore[misc]
+        else:
+            for owned in unit.owned:
+                initialize(owned.name, owned.first, unit.master[owned.part])
+    _settle_buffers(module, mesh, initialize)
+    return groups
+
+
+@torch.no_grad()
+def fill_(unit: Unit, value_of: Callable[[str], Tensor]) -> None:
+    """Set a rank's pieces of a unit from whole parameters, each asked for once, on every rank."""
+    for slot in unit.slots:
+        value = value_of(slot.name)
+        for owned in unit.owned:
+            if owned.name == slot.name:
+                part = unit.master[owned.part]
+                part.copy_(value.flatten()[owned.first : owned.first + len(part)])
+
+
+def _block_names(module: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    names = {id(part): name or "the module itself" for name, part in module.named_modules()}
+    problems = []
+    first: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        if id(block) not in names:
+            problems.append(
+                f"blocks[{index}] is a {type(block).__name__} that is not in the module: "
+                "give parts of it, as in list(module.layers)"
+            )
+        elif id(block) in first:
+            problems.append(
+                f"blocks[{index}] is blocks[{first[id(block)]}] again, {names[id(block)]}: "
+                "give each block once"
+            )
+        else:
+            first[id(block)] = index
+    for index in first.values():
+        outer = blocks[index]
+        problems += [
+            f"block {names[id(part)]} is inside of block {names[id(outer)]}: give one of them"
+            for part in outer.modules()
+            if part is not outer and id(part) in first
+        ]
+    if problems:
+        raise UserError(*problems)
+    return [names[id(block)] for block in blocks]
+
+
+def _check(
+    module: nn.Module, named: dict[str, nn.Parameter], float32: Collection[str], initialize: Initialize | None
+) -> None:
+    problems = []
+    if isinstance(float32, str):
+        problems.append(f"float32='{float32}' is one text: give a list of them, ['{float32}']")
+    else:
+        words = {word for name in named for word in name.split(".")}
+        problems += [
+            f"float32: no parameter's name contains '{part}'.{nearest(part, words)}"
+            for part in float32
+            if not any(part in name for name in named)
+        ]
+    tensors = [*named.items(), *module.named_buffers()]
+    if initialize is None and (empty := [name for name, tensor in tensors if tensor.is_meta]):
+        problems.append(f"{empty[0]} is on the meta device and has no values: give initialize")
+    if problems:
+        raise UserError(*problems)
+
+
+def _homes(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """For each parameter by id, the blocks that it is in; ``len(blocks)`` stands for what is in no block."""
+    homes: dict[int, set[int]] = {}
+    inside: set[int] = set()
+    for index, block in enumerate(blocks):
+        inside.update(map(id, block.modules()))
+        for parameter in block.parameters():
+            homes.setdefault(id(parameter), set()).add(index)
+    for part in module.modules():
+        if id(part) not in inside:
+            for parameter in part.parameters(recurse=False):
+                homes.setdefault(id(parameter), set()).add(len(blocks))
+    return homes
+
+
+def _dtype_read(
+    name: str, own: torch.dtype, dtype: torch.dtype | None, float32: Collection[str]
+) -> torch.dtype:
+    if not own.is_floating_point:
+        return own
+    if any(part in name for part in float32):
+        return torch.promote_types(dtype or own, torch.float32)
+    return dtype or own
+
+
+def _of_first_rank(tensor: Tensor, mesh: Mesh) -> Tensor:
+    value = tensor.detach().to(mesh.device)
+    return broadcast_(value, mesh.batch, source=0) if value.numel() else value
+
+
+def _settle_buffers(module: nn.Module, mesh: Mesh, initialize: Initialize | None) -> None:
+    """Bring the buffers to the mesh's device, the same on every rank."""
+    settled: dict[int, Tensor] = {}
+    for prefix, part in module.named_modules():
+        for attribute, buffer in part.named_buffers(recurse=False):
+            if id(buffer) not in settled:
+                if initialize is None:
+                    settled[id(buffer)] = _of_first_rank(buffer, mesh)
+                elif buffer.is_meta:
+                    settled[id(buffer)] = torch.empty_like(buffer, device=mesh.device)
+                    initialize(f"{prefix}.{attribute}".lstrip("."), 0, settled[id(buffer)])
+                else:
+                    settled[id(buffer)] = buffer.to(mesh.device)
+            setattr(part, attribute, settled[id(buffer)])
