@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fourfold.models import Decoder, Microbatch
     from fourfold.parallel_model import ParallelModel, parallelize
     from fourfold.sampling import generate
+    from fourfold.sharded_module import ShardedModule, shard
     from fourfold.specs import Layout, ModelSpec, RunSpec
     from fourfold.training import initialized, rank_batches, train
 
@@ -28,6 +29,7 @@ _HOME = {
     "ParallelModel": "parallel_model",
     "RunSpec": "specs",
     "RunStopped": "errors",
+    "ShardedModule": "sharded_module",
     "SyntheticDataset": "data",
     "UserError": "errors",
     "generate": "sampling",
@@ -35,6 +37,7 @@ _HOME = {
     "parallelize": "parallel_model",
     "prepare": "data",
     "rank_batches": "training",
+    "shard": "sharded_module",
     "train": "training",
 }
 
@@ -48,6 +51,7 @@ __all__ = [
     "ParallelModel",
     "RunSpec",
     "RunStopped",
+    "ShardedModule",
     "SyntheticDataset",
     "UserError",
     "generate",
@@ -55,6 +59,7 @@ __all__ = [
     "parallelize",
     "prepare",
     "rank_batches",
+    "shard",
     "train",
 ]
 

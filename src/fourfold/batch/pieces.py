@@ -40,8 +40,8 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     Args:
         units: the parameters of each unit with their shapes, in model order.
         ranks: of the fsdp axis.
-        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one matrix
-            by rows (embedding, head), and all by rows where whole matrices do not balance.
+        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one
+            matrix by rows (embedding, head), and all by rows where whole matrices do not balance.
     """
     if how == "flat" or ranks == 1:
         return [_flat(shapes, ranks) for shapes in units]

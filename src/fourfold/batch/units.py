@@ -270,7 +270,7 @@ def parameter_sites(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     first_name: dict[int, str] = {}
     sites: dict[str, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = first_name.setdefault(id(parameter), f"{prefix}.{attribute}" if prefix else attribute)
             sites.setdefault(name, []).append((module, attribute))
     return sites
