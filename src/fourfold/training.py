@@ -162,7 +162,9 @@ class Trainer:
             valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
             update=lambda _: None,
         )
-        gradients = dict(pair for unit in parallel.units for pair in unit.named(unit.gradient))
+        gradients = dict(
+            pair for unit in parallel.units if unit.is_trained for pair in unit.named(unit.gradient)
+        )
         names = [name for name, parameter in parallel.model.named_parameters() if parameter.requires_grad]
         backward_order = [(name, gradients[name]) for name in reversed(names)]
         bad = [

@@ -111,25 +111,21 @@ class Unit:
         self.num_decayed = sum(o.part.stop - o.part.start for o in self.owned if len(o.shape) >= 2)
 
         self._numel = offset
+        # Buffers that are released at once are never written to, so they take no memory meanwhile; and what
+        # stays is allocated after they are gone, so that it leaves no holes between the units.
         size = sum(pieces.counts)
-        self.weights = torch.zeros(size, dtype=dtype, device=device)
-        is_apart = placement.weights or dtype != master_dtype
-        self.master = (
-            torch.zeros(self.counts[shards.rank], dtype=master_dtype, device=device)
-            if is_apart
-            else self.weights[self._piece]
-        )
-        self.gradient = torch.zeros(size if self.is_trained else 0, dtype=master_dtype, device=device)
-        self.summed = (
-            torch.zeros(self.counts[shards.rank] if self.is_trained else 0, dtype=master_dtype, device=device)
-            if placement.gradients
-            else self.gradient[self._piece]
+        self.weights = _buffer(size, dtype, device, written=not placement.weights)
+        self.gradient = _buffer(
+            size if self.is_trained else 0, master_dtype, device, written=not placement.gradients
         )
         self.parameters = [self._make_parameter(slot, sites[slot.name]) for slot in self.slots]
-        self._is_summing = False
-        self._has_sum = False
+        self._is_summing = self._has_sum = False
+        own_weights, own_gradient = self.weights[self._piece], self.gradient[self._piece]
         self.free_()
         self.drop_gradient_()
+        is_apart = placement.weights or dtype != master_dtype
+        self.master = torch.zeros_like(own_weights, dtype=master_dtype) if is_apart else own_weights
+        self.summed = torch.zeros_like(own_gradient) if placement.gradients else own_gradient
 
     def _make_parameter(self, slot: Slot, sites: list[tuple[nn.Module, str]]) -> nn.Parameter:
         # `.data` gives the parameter a version counter of its own. What autograd saves of it for the backward
@@ -256,6 +252,11 @@ class Unit:
     def _uneven(self) -> tuple[int, ...] | None:
         """The counts for a collective, None where all are equal: backends are fastest then."""
         return None if len(set(self.counts)) == 1 else self.counts
+
+
+def _buffer(size: int, dtype: torch.dtype, device: torch.device, *, written: bool) -> Tensor:
+    make = torch.zeros if written else torch.empty
+    return make(size, dtype=dtype, device=device)
 
 
 def _resize(flat: Tensor) -> None:
