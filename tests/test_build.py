@@ -1,24 +1,24 @@
 """Programs over segments, written from schedules over stages."""
 
+from dataclasses import replace
+
 import pytest
 
-from fourfold.build import build, evaluation, expanded
+from fourfold.build import Sharding, UnitUse, build, evaluation, expanded
 from fourfold.errors import UserError
 from fourfold.layer.schedules import gpipe, one_forward_one_backward
-from fourfold.program import Action, Kind, Program, check
+from fourfold.program import COMPUTE, Kind, Program, check
+from fourfold.specs import REPLICATED
+from tests.programs import FSDP, REPLICAS, ZERO2, one_stage, own_units, parsed, units_with_users, written
 
 
 def text(program: Program) -> list[str]:
-    return [" ".join(map(str, actions)) for actions in program.ranks]
-
-
-def own_units(segments: int) -> list[tuple[int, ...]]:
-    return [(segment,) for segment in range(segments)]
+    return [written(program, rank) for rank in range(len(program.ranks))]
 
 
 def schedule_of(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int) -> Program:
     return Program(
-        ranks=tuple(tuple(Action.parse(word) for word in actions.split()) for actions in ranks),
+        ranks=tuple(parsed(actions) for actions in ranks),
         rank_of_segment=rank_of_segment,
         microbatches=microbatches,
         users=tuple((stage,) for stage in rank_of_segment),
@@ -26,9 +26,7 @@ def schedule_of(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int
 
 
 def test_forwards_go_up_and_backwards_down() -> None:
-    program = expanded(
-        one_forward_one_backward(stages=1, microbatches=2), segments_of_stage=[3], users=own_units(3)
-    )
+    program = expanded(one_forward_one_backward(stages=1, microbatches=2), segments_of_stage=[3])
     assert text(program) == ["0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"]
     assert program.rank_of_segment == (0, 0, 0)
     assert program.microbatches == 2
@@ -36,7 +34,7 @@ def test_forwards_go_up_and_backwards_down() -> None:
 
 def test_stages_of_unequal_size() -> None:
     """Stages of 1, 3 and 2 segments: segments are counted through, each on the rank of its stage."""
-    program = expanded(gpipe(stages=3, microbatches=1), segments_of_stage=[1, 3, 2], users=own_units(6))
+    program = expanded(gpipe(stages=3, microbatches=1), segments_of_stage=[1, 3, 2])
     assert text(program) == ["0F0 0B0", "1F0 2F0 3F0 3B0 2B0 1B0", "4F0 5F0 5B0 4B0"]
     assert program.rank_of_segment == (0, 1, 1, 1, 2, 2)
     check(program)
@@ -45,14 +43,14 @@ def test_stages_of_unequal_size() -> None:
 def test_halves_go_down_each_for_itself() -> None:
     """I of all the stage's segments, and then W of all: the stage below waits for the I alone."""
     schedule = schedule_of("0F0 0I0 0W0", rank_of_segment=(0,), microbatches=1)
-    program = expanded(schedule, segments_of_stage=[3], users=own_units(3))
+    program = expanded(schedule, segments_of_stage=[3])
     assert text(program) == ["0F0 1F0 2F0 2I0 1I0 0I0 2W0 1W0 0W0"]
 
 
 def test_two_stages_on_a_rank() -> None:
     """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, as in interleaved schedules."""
     schedule = schedule_of("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0", rank_of_segment=(0, 1, 0, 1), microbatches=1)
-    program = build(schedule, segments_of_stage=[2, 1, 1, 2], users=own_units(6))
+    program = build(schedule, segments_of_stage=[2, 1, 1, 2], units=own_units(6), sharding=REPLICAS)
     assert program.rank_of_segment == (0, 0, 1, 0, 1, 1)
     assert text(program) == [
         "0F0 1F0 3F0 3B0 3REDUCE 1B0 1REDUCE 0B0 0REDUCE UPDATE",
@@ -63,7 +61,10 @@ def test_two_stages_on_a_rank() -> None:
 def test_build_over_two_stages() -> None:
     """1F1B with two microbatches: only the last stage knows the loss, each stage reduces its own units."""
     program = build(
-        one_forward_one_backward(stages=2, microbatches=2), segments_of_stage=[2, 1], users=own_units(3)
+        one_forward_one_backward(stages=2, microbatches=2),
+        segments_of_stage=[2, 1],
+        units=own_units(3),
+        sharding=REPLICAS,
     )
     assert text(program) == [
         "0F0 1F0 0F1 1F1 1B0 0B0 1B1 1REDUCE 0B1 0REDUCE UPDATE",
@@ -75,7 +76,8 @@ def test_a_tied_head_on_another_stage_is_reduced_on_both() -> None:
     program = build(
         one_forward_one_backward(stages=2, microbatches=1),
         segments_of_stage=[2, 1],
-        users=[(0, 2), (1,), (2,)],
+        units=units_with_users((0, 2), (1,), (2,)),
+        sharding=REPLICAS,
     )
     assert text(program) == [
         "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE UPDATE",
@@ -91,7 +93,8 @@ def test_every_segment_of_every_size() -> None:
                 program = build(
                     schedule(stages=len(sizes), microbatches=microbatches),
                     segments_of_stage=sizes,
-                    users=own_units(sum(sizes)),
+                    units=own_units(sum(sizes)),
+                    sharding=REPLICAS,
                 )
                 actions = [action for _, action in program.actions()]
                 for kind, count in (
@@ -108,17 +111,51 @@ def test_every_segment_of_every_size() -> None:
 def test_build_refuses_a_schedule_that_cannot_run() -> None:
     backward_first = schedule_of("0B0 0F0", rank_of_segment=(0,), microbatches=1)
     with pytest.raises(UserError, match="1B0 on rank 0 can never start: it waits for 1F0"):
-        build(backward_first, segments_of_stage=[2], users=own_units(2))
+        build(backward_first, segments_of_stage=[2], units=own_units(2), sharding=REPLICAS)
 
 
 def test_sizes_must_be_those_of_the_stages() -> None:
     for sizes in ([2], [2, 1, 1]):
         with pytest.raises((ValueError, IndexError)):
-            expanded(gpipe(stages=2, microbatches=1), segments_of_stage=sizes, users=own_units(sum(sizes)))
+            expanded(gpipe(stages=2, microbatches=1), segments_of_stage=sizes)
 
 
 def test_evaluation_is_forwards_only() -> None:
-    program = evaluation(segments=3, microbatches=2)
+    training = one_stage(3, 4)
+    program = evaluation(training, microbatches=2, sharding=REPLICAS)
     assert text(program) == ["0F0 1F0 2F0 0F1 1F1 2F1"]
     assert program.rank_of_segment == (0, 0, 0)
-    assert text(evaluation(segments=3, microbatches=0)) == [""]
+    assert program.microbatches == 2
+    assert program.users == training.users
+    assert text(evaluation(training, microbatches=0, sharding=REPLICAS)) == [""]
+
+
+def test_the_program_knows_where_things_live() -> None:
+    """Frozen units, lookups and the placement reach the program, and the segments know their units."""
+    program = one_stage(
+        3,
+        1,
+        units=[UnitUse((0, 2)), UnitUse((1,), trained=False), UnitUse((1, 2))],
+        sharding=Sharding(ZERO2),
+        lookups=frozenset({0}),
+    )
+    assert program.users == ((0, 2), (1,), (1, 2))
+    assert program.frozen == {1}
+    assert program.placement == ZERO2
+    assert program.units_of_segment == ((0,), (1, 2), (0, 2))
+    assert program.units_on(0) == (0, 1, 2)
+    assert program.trained_on(0) == (0, 2)
+    reads = [str(a) for a in program.ranks[0] if a.kind in COMPUTE and program.reads_weights(a)]
+    assert reads == ["0F0", "1F0", "2F0", "2B0", "1B0"]
+
+
+def test_a_weight_gradient_reads_no_weights() -> None:
+    program = replace(one_stage(1, 1), ranks=(parsed("0F0 0I0 0W0"),))
+    assert [program.reads_weights(action) for action in program.ranks[0]] == [True, True, False]
+
+
+def test_pieces_without_replicas_and_whole_optimizers_are_summed_once() -> None:
+    """Only where optimizer state is cut is a sum over replicas a step of its own."""
+    assert "ALLREDUCE" not in written(one_stage(2, 1, sharding=Sharding(REPLICATED, replicas=True)))
+    assert "ALLREDUCE" not in written(one_stage(2, 1, sharding=Sharding(FSDP)))
+    assert written(one_stage(2, 1, sharding=Sharding(FSDP, replicas=True))).count("ALLREDUCE") == 2

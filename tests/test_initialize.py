@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from fourfold.initialize import CHUNK, initialize_, normal, normal_box
+from fourfold.initialize import CHUNK, Part, initialize_, normal, normal_box, whole
 from fourfold.models import Decoder
 from fourfold.specs import ModelSpec
 
 
 def initialized(spec, *, dtype=torch.float32, seed=0):
     model = Decoder(spec).to(dtype)
-    initialize_(dict(model.named_parameters()), model, seed=seed, std=0.02)
+    initialize_(whole(dict(model.named_parameters())), model, seed=seed, std=0.02)
     return model
 
 
@@ -95,7 +95,7 @@ def test_models_of_every_precision_start_alike():
 
 def test_a_matrix_larger_than_a_chunk():
     layer = torch.nn.Linear(CHUNK // 64, 100, bias=False)
-    initialize_(dict(layer.named_parameters()), layer, seed=0, std=1.0)
+    initialize_(whole(dict(layer.named_parameters())), layer, seed=0, std=1.0)
     assert torch.equal(layer.weight.flatten(), normal(0, "weight", 0, layer.weight.numel()).float())
 
 
@@ -110,20 +110,36 @@ def test_targets_may_be_other_tensors_than_the_parameters():
     with torch.device("meta"):
         model = Decoder(spec)
     masters = {name: torch.full(shape, torch.nan) for name, shape in spec.parameter_shapes().items()}
-    initialize_(masters, model, seed=0, std=0.02)
+    initialize_(whole(masters), model, seed=0, std=0.02)
     for name, value in initialized(spec).state_dict().items():
         assert torch.equal(masters[name], value), name
+
+
+def test_parts_are_those_of_the_whole():
+    """Runs of a flattened parameter that begin anywhere, within a row, a group of four numbers or a chunk."""
+    spec = ModelSpec.preset("tiny-qwen2")
+    model = initialized(spec)
+    with torch.device("meta"):
+        shapes_only = Decoder(spec)
+    for name, value in model.named_parameters():
+        for first, count in ((0, 1), (3, 7), (5, 0), (value.numel() - 2, 2)):
+            target = torch.full((count,), torch.nan)
+            initialize_([Part(name, first, target)], shapes_only, seed=0, std=0.02)
+            assert torch.equal(target, value.flatten()[first : first + count]), (name, first)
+
+
+def test_parts_larger_than_a_chunk():
+    layer = torch.nn.Linear(CHUNK // 64, 100, bias=False)
+    target = torch.full((CHUNK + 1000,), torch.nan)
+    initialize_([Part("weight", 123, target)], layer, seed=0, std=1.0)
+    assert torch.equal(target, normal(0, "weight", 123, CHUNK + 1000).float())
 
 
 def test_a_parameter_that_nobody_covers_is_an_error():
     layer = torch.nn.LayerNorm(4)
     with pytest.raises(TypeError, match=r"^weight has no initial value: LayerNorm is no Linear"):
-        initialize_(dict(layer.named_parameters()), layer, seed=0, std=1.0)
+        initialize_(whole(dict(layer.named_parameters())), layer, seed=0, std=1.0)
     with torch.device("meta"):
         model = Decoder(ModelSpec.preset("tiny"))
     with pytest.raises(TypeError, match=r"model.embed_tokens.weight is on the meta device"):
-        initialize_(dict(model.named_parameters()), model, seed=0, std=1.0)
-    masters = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
-    del masters["lm_head.weight"]
-    with pytest.raises(KeyError, match=r"lm_head\.weight"):
-        initialize_(masters, model, seed=0, std=1.0)
+        initialize_(whole(dict(model.named_parameters())), model, seed=0, std=1.0)

@@ -3,18 +3,21 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+import fourfold.batch.units as batch_units
+from fourfold.collectives import all_reduce_
 from fourfold.data import SyntheticDataset
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.optimizer import Update, adamw
+from fourfold.optimizer import Update, optimizers
 from fourfold.parallel_model import ParallelModel, master_dtype, parallelize
-from fourfold.specs import Layout, ModelSpec, OptimizerSection
+from fourfold.specs import Layout, ModelSpec, OptimizerSection, ShardingSection
 from fourfold.training import initialized, rank_batches
 from tests.ranks import RankPool
 
@@ -61,8 +64,8 @@ def test_units_are_neighbouring_segments_in_the_models_order(name: str) -> None:
     assert [sum(key in names for names in owners) for key in model_order] == [1] * len(model_order)
     indices = [next(i for i, names in enumerate(owners) if key in names) for key in model_order]
     assert indices == sorted(indices)
-    assert len(parallel.units) > 2, "reductions have nothing to hide behind"
-    assert sum(parallel.unit_numels) == spec.num_parameters
+    assert len(parallel.units) > 1, "reductions have nothing to hide behind"
+    assert sum(unit.size.numel for unit in parallel.units) == spec.num_parameters
     last = parallel.program.num_segments - 1
     used = [segment for users in parallel.program.users for segment in users]
     assert sorted(used) == sorted([*range(last + 1), *([last] if spec.tie_word_embeddings else [])])
@@ -116,11 +119,52 @@ def test_published_weights_are_the_rounded_masters() -> None:
         assert weights[norm].detach().unique().tolist() == [1.0 if step <= 16 else 1.0078125]
 
 
-def test_a_frozen_parameter_is_refused() -> None:
+FROZEN = (
+    "model.layers.1.mlp.up_proj.weight",
+    "model.embed_tokens.weight",
+    "model.layers.0.input_layernorm.weight",
+)
+
+
+def gradients_with_frozen(
+    layout: str, frozen: tuple[str, ...]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[str, bool]]]:
+    """The gradients of a step, the weights after it, and the units with whether they are trained."""
+    spec, mesh = ModelSpec.preset("tiny"), Mesh(Layout.parse(layout))
     model = on_meta("tiny")
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is frozen"):
-        parallelize(model, mesh=Mesh(Layout()))
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    parallel = parallelize(model, mesh=mesh, microbatches=2, dtype=torch.float64)
+    parallel.load_(
+        dict(initialized(spec, Mesh(Layout()), microbatches=1, dtype="float64", seed=3).named_masters())
+    )
+    data = SyntheticDataset(spec.vocab_size, sequence_length=12, seed=0)
+    update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=0.0)
+    update.learning_rate = 1e-2
+    batches = rank_batches(data, mesh, step=0, batch=8, microbatches=2)
+    parallel.step(batches, valid_tokens=data.valid_tokens(0, 8), update=update)
+    gradients = {name: gradient.clone() for name, gradient in parallel.named_gradients()}
+    weights = {name: weights.clone() for name, weights in parallel.named_masters()}
+    return gradients, weights, [(unit.name, unit.is_trained) for unit in parallel.units]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2:zero1", "fsdp2:zero2"])
+def test_frozen_parameters_keep_their_values_and_have_no_gradient(ranks: RankPool, layout: str) -> None:
+    """In units of their own; the others' gradients and weights are those of a model that is trained whole."""
+    expected, moved, _ = gradients_with_frozen("dp1", ())
+    initial = initialized(ModelSpec.preset("tiny"), Mesh(Layout()), microbatches=1, dtype="float64", seed=3)
+    start = dict(initial.named_masters())
+    for gradients, weights, units in ranks(2, gradients_with_frozen, layout, FROZEN):
+        assert {trained for _, trained in units} == {True, False}
+        assert set(gradients) == set(expected) - set(FROZEN)
+        for name, weight in weights.items():
+            if name in FROZEN:
+                assert torch.equal(weight, start[name]), name
+            else:
+                largest = float(expected[name].abs().max())
+                torch.testing.assert_close(gradients[name], expected[name], rtol=0, atol=1e-12 * largest)
+                assert not torch.equal(weight, start[name]), name
+                torch.testing.assert_close(weight, moved[name], rtol=1e-6, atol=1e-9)
 
 
 def refused(layout: str) -> str:
@@ -142,8 +186,7 @@ def fresh_memory_is_not_a_number() -> Iterator[None]:
 
 
 def a_step(parallel: ParallelModel, batches: list[Microbatch]) -> tuple[float, list[Tensor]]:
-    optimizer = adamw(parallel.units, OptimizerSection(learning_rate=1e-2))
-    update = Update(parallel.units, optimizer, clip_norm=1.0)
+    update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=1.0)
     update.learning_rate = 1e-2
     loss_sum = parallel.step(batches, valid_tokens=23, update=update)
     return float(loss_sum), [unit.master.clone() for unit in parallel.units]
@@ -174,7 +217,8 @@ def test_no_number_comes_from_memory_that_nobody_wrote(name: str, dtype: str) ->
 
 def weights_hash(parallel: ParallelModel) -> str:
     digest = hashlib.sha256()
-    for key, master in parallel.named_masters():
+    masters = {key: master.clone() for key, master in parallel.named_masters()}
+    for key, master in sorted(masters.items()):  # units have orders of their own
         digest.update(key.encode() + master.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -185,20 +229,19 @@ def hashes(layout: str, steps: int) -> tuple[str, str]:
     parallel = initialized(spec, mesh, microbatches=1, dtype="float32", seed=7)
     first = weights_hash(parallel)
     data = SyntheticDataset(spec.vocab_size, sequence_length=8, seed=0)
-    optimizer = adamw(parallel.units, OptimizerSection(learning_rate=1e-2))
-    update = Update(parallel.units, optimizer, clip_norm=1.0)
+    update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=1.0)
     update.learning_rate = 1e-2
     for step in range(steps):
-        batches = rank_batches(data, mesh, step=step, batch=4, microbatches=1)
-        parallel.step(batches, valid_tokens=data.valid_tokens(step, 4), update=update)
+        batches = rank_batches(data, mesh, step=step, batch=12, microbatches=1)
+        parallel.step(batches, valid_tokens=data.valid_tokens(step, 12), update=update)
     return first, weights_hash(parallel)
 
 
 def test_weights_are_the_same_bits_on_all_ranks_and_layouts(ranks: RankPool) -> None:
-    """The initial weights on 1, 2 and 4 ranks; and after 10 steps, the weights on all ranks of one layout."""
+    """The initial weights on 1 to 4 ranks; and after 10 steps, the weights on all ranks of one layout."""
     # RNG-03
     alone = hashes("dp1", 0)[0]
-    for layout in ("dp2", "dp4"):
+    for layout in ("dp2", "dp4", "fsdp3", "fsdp4:zero1", "fsdp2:zero2", "dp2,fsdp2"):
         found = ranks(Layout.parse(layout).world_size, hashes, layout, 10)
         assert {first for first, _ in found} == {alone}
         assert len({last for _, last in found}) == 1
@@ -206,6 +249,108 @@ def test_weights_are_the_same_bits_on_all_ranks_and_layouts(ranks: RankPool) -> 
 
 
 def test_a_layout_that_cannot_be_trained_yet_is_refused(ranks: RankPool) -> None:
-    for layout in ("tp2,dp2", "cp4", "fsdp4", "pp2,dp2"):
+    for layout in ("tp2,dp2", "cp4", "tp2,fsdp2", "pp2,dp2", "cp2,fsdp2:zero1"):
         for message in ranks(4, refused, str(Layout.parse(layout))):
             assert layout[:2] in message
+
+
+SHARDED = ["fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"]
+
+
+def loaded_by_a_rank(layout: str, name: str, pieces: str, dtype: torch.dtype) -> None:
+    """Weights go to their owners, come whole for every use, and what is kept between uses is the piece."""
+    mesh, weights = Mesh(Layout.parse(layout)), numbered_weights(name)
+    parallel = parallelize(on_meta(name), mesh=mesh, dtype=dtype, sharding=ShardingSection(pieces=pieces))
+    objects = {key: id(parameter) for key, parameter in parallel.model.named_parameters()}
+    parallel.load_(weights)
+    masters = {key: master.clone() for key, master in parallel.named_masters()}
+    assert set(masters) == set(weights)
+    assert all(torch.equal(masters[key], weights[key]) for key in weights)
+    owned = sum(len(unit.master) for unit in parallel.units)
+    total = sum(weight.numel() for weight in weights.values())
+    assert owned < 0.8 * total
+    parallel.gather_()
+    for key, parameter in parallel.model.named_parameters():
+        assert id(parameter) == objects[key]
+        assert torch.equal(parameter.data, weights[key].to(dtype))
+    assert all(unit.is_present for unit in parallel.units)
+    data = SyntheticDataset(parallel.model.spec.vocab_size, sequence_length=8, seed=0)
+    batches = rank_batches(data, mesh, step=0, batch=12, microbatches=1)
+    parallel.step(batches, valid_tokens=data.valid_tokens(0, 12), update=nothing)
+    cut_weights = mesh.layout.placement.weights
+    assert [unit.is_present for unit in parallel.units] == [not cut_weights] * len(parallel.units)
+    with pytest.raises(KeyError):
+        parallel.load_({})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", SHARDED)
+def test_weights_are_loaded_into_pieces_and_gathered(
+    ranks: RankPool, layout: str, dtype: torch.dtype
+) -> None:
+    for name, pieces in (("tiny-qwen3", "auto"), ("tiny", "flat")):
+        ranks(Layout.parse(layout).world_size, loaded_by_a_rank, layout, name, pieces, dtype)
+
+
+def evaluations_of_a_rank(layout: str) -> list[float]:
+    """The loss on the same rows before and after each of two updates: never that of older weights."""
+    spec, mesh = ModelSpec.preset("tiny"), Mesh(Layout.parse(layout))
+    parallel = initialized(spec, mesh, microbatches=1, dtype="float64", seed=0)
+    data = SyntheticDataset(spec.vocab_size, sequence_length=16, seed=1)
+    update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=1.0)
+    update.learning_rate = 1e-2
+    batches = rank_batches(data, mesh, step=0, batch=12, microbatches=1)
+    losses = []
+    for _ in range(2):
+        for _ in range(2):
+            total = parallel.evaluate(batches)
+            all_reduce_(total, mesh.batch)
+            losses.append(float(total))
+        parallel.gather_()  # somebody looks at the weights before they change
+        losses.append(float(parallel.step(batches, valid_tokens=data.valid_tokens(0, 12), update=update)))
+    return losses
+
+
+def test_every_use_reads_the_weights_of_the_last_update(ranks: RankPool) -> None:
+    # FS-10
+    expected = evaluations_of_a_rank("dp1")
+    assert expected[0] == expected[1] == expected[2]
+    assert expected[3] == expected[4] == expected[5] < expected[0]
+    for layout in ("dp2", *SHARDED):
+        for losses in ranks(Layout.parse(layout).world_size, evaluations_of_a_rank, layout):
+            assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def numbers_from_nowhere(layout: str, name: str, pieces: str) -> None:
+    """A step where all memory that comes back holds NaN until somebody writes it, beside one without."""
+    spec, mesh = ModelSpec.preset(name), Mesh(Layout.parse(layout))
+    data = SyntheticDataset(spec.vocab_size, sequence_length=12, seed=0)
+    batches = rank_batches(data, mesh, step=0, batch=12, microbatches=2)
+    results = []
+    sharding = ShardingSection(pieces=pieces)
+    plain_resize, resized = batch_units._resize, 0
+
+    def poisoned(flat: Tensor) -> None:
+        nonlocal resized
+        was_free = flat.untyped_storage().nbytes() == 0
+        plain_resize(flat)
+        if was_free and len(flat):
+            flat.fill_(torch.nan)
+            resized += 1
+
+    for resize in (plain_resize, poisoned):
+        parallel = initialized(spec, mesh, microbatches=2, dtype="float32", seed=4, sharding=sharding)
+        with patch.object(batch_units, "_resize", resize):
+            results.append(a_step(parallel, batches))
+    assert resized >= (3 if mesh.layout.placement.weights else 1) * len(parallel.units)
+    assert results[0][0] == results[1][0]
+    for expected, found in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("pieces", ["rows", "flat"])
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp3:zero2"])
+def test_no_number_comes_from_memory_that_was_free(ranks: RankPool, layout: str, pieces: str) -> None:
+    # MP-07
+    for name in MODELS:
+        ranks(Layout.parse(layout).world_size, numbers_from_nowhere, layout, name, pieces)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
-from fourfold.optimizer import Update, flat_parameters, gradient_norm
+from fourfold.optimizer import Update, gradient_norm, owned_parameters
 from fourfold.specs import Layout, ModelSpec, RunSpec
 from fourfold.training import Report, StepReport, initialized, rank_batches, train
 from tests.ranks import RankPool
@@ -57,8 +57,11 @@ def norms_of_accumulation(layout: str) -> list[float]:
         batches = rank_batches(data, mesh, step=0, batch=32, microbatches=microbatches)
         assert len(batches) == microbatches
         parallel.step(batches, valid_tokens=data.valid_tokens(0, 32), update=nothing)
-        norms.append(gradient_norm(parallel.units))
+        norms.append(gradient_norm(parallel.units, mesh.fsdp))
     return norms
+
+
+ON_TWO_RANKS = ["dp2", "fsdp2", "fsdp2:zero1", "fsdp2:zero2"]
 
 
 def test_accumulation_keeps_the_gradient_norm(ranks: RankPool) -> None:
@@ -66,7 +69,8 @@ def test_accumulation_keeps_the_gradient_norm(ranks: RankPool) -> None:
     # DP-05
     expected = norms_of_accumulation("dp1")
     assert expected[0] > 0.1
-    for norms in [expected, *ranks(2, norms_of_accumulation, "dp2")]:
+    on_two = [norms for layout in ON_TWO_RANKS for norms in ranks(2, norms_of_accumulation, layout)]
+    for norms in [expected, *on_two]:
         assert [norm / expected[0] for norm in norms] == pytest.approx([1.0, 1.0, 1.0], rel=1e-12)
 
 
@@ -75,9 +79,9 @@ def clipped_step(layout: str) -> tuple[float, float, dict[str, Tensor]]:
     mesh = Mesh(Layout.parse(layout))
     data = SyntheticDataset(TINY.vocab_size, sequence_length=16, seed=1)
     parallel = initialized(TINY, mesh, microbatches=2, dtype="float32", seed=0)
-    decayed, plain = flat_parameters(parallel.units)
-    optimizer = torch.optim.SGD([*decayed, *plain], lr=1.0)
-    update = Update(parallel.units, optimizer, clip_norm=0.1)
+    owned = owned_parameters(parallel.units)
+    optimizer = torch.optim.SGD([*owned.decayed, *owned.plain], lr=1.0)
+    update = Update(parallel, [optimizer], clip_norm=0.1)
     update.learning_rate = 1.0
     valid_tokens = data.valid_tokens(0, 12)
     batches = rank_batches(data, mesh, step=0, batch=12, microbatches=2)
@@ -94,11 +98,12 @@ def test_one_step_on_one_rank_and_on_two(ranks: RankPool) -> None:
     moved = sum(float((weights[name] - start[name]).square().sum()) for name in weights) ** 0.5
     assert norm > 0.2
     assert moved == pytest.approx(0.1, rel=1e-4)
-    for other_loss, other_norm, other_weights in ranks(2, clipped_step, "dp2"):
-        assert other_loss == pytest.approx(loss, rel=1e-6)
-        assert other_norm == pytest.approx(norm, rel=1e-6)
-        for name, weight in weights.items():
-            torch.testing.assert_close(other_weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
+    for layout in ON_TWO_RANKS:
+        for other_loss, other_norm, other_weights in ranks(2, clipped_step, layout):
+            assert other_loss == pytest.approx(loss, rel=1e-6)
+            assert other_norm == pytest.approx(norm, rel=1e-6)
+            for name, weight in weights.items():
+                torch.testing.assert_close(other_weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def learning_rates(layout: str, microbatches: int, steps: int, warmup_steps: int, stop: int) -> list[float]:

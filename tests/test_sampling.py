@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fourfold.errors import UserError
-from fourfold.initialize import initialize_
+from fourfold.initialize import initialize_, whole
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.models.attention import attention
 from fourfold.sampling import _choose, generate
@@ -16,7 +16,7 @@ TINY = ModelSpec.preset("tiny-qwen3")
 def decoder(**fields):
     spec = TINY.replace(fields)
     model = Decoder(spec).double()
-    initialize_(dict(model.named_parameters()), model, seed=0, std=0.3)
+    initialize_(whole(dict(model.named_parameters())), model, seed=0, std=0.3)
     return model
 
 

@@ -25,7 +25,7 @@ def linear_segment() -> tuple[nn.Linear, WeightGradients, Segment]:
         parameter.grad = torch.zeros_like(parameter)
     weight_gradients = WeightGradients()
     weight_gradients.attach_(layer)
-    weight_gradients.begin_step_()
+    weight_gradients.begin_(list(layer.parameters()))
 
     def forward(x: Tensor | None, _: Microbatch) -> Tensor:
         assert x is not None
@@ -87,7 +87,7 @@ def test_the_first_segment_has_no_input_gradient() -> None:
     embedding.weight.grad = torch.zeros(4, 2)
     weight_gradients = WeightGradients()
     weight_gradients.attach_(embedding)
-    weight_gradients.begin_step_()
+    weight_gradients.begin_(list(embedding.parameters()))
     segment = Segment(Piece("embed", (embedding,), lambda _, b: embedding(b.input_ids_BS)), weight_gradients)
     ids = torch.tensor([[3, 1]])
     batch = Microbatch(ids, ids, ids, ((2,),))
@@ -140,7 +140,7 @@ def test_a_backward_that_fails_in_the_first_half_ends_the_putting_off() -> None:
     with pytest.raises(KeyError):
         segment.input_gradient(7, GRADIENT)
     segment.reset()
-    weight_gradients.begin_step_()
+    weight_gradients.begin_(list(layer.parameters()))
     segment.forward(0, X, BATCH)
     segment.backward(0, GRADIENT)
     assert torch.equal(layer.weight.grad, GRADIENT.t() @ X)
@@ -156,3 +156,26 @@ def test_evaluation_keeps_nothing_and_gives_the_same() -> None:
     segment.evaluate(X, BATCH)
     with pytest.raises(KeyError):
         segment.backward(0, GRADIENT)
+
+
+def test_a_frozen_segment_has_nothing_to_add() -> None:
+    """As the first one it has no gradient at all; above a trained one it passes the input gradient on."""
+    layer, _, segment = linear_segment()
+    layer.requires_grad_(False)
+    layer.weight.grad = layer.bias.grad = None
+    for halves in (False, True):
+        segment.forward(0, X, BATCH)
+        run = segment.input_gradient if halves else segment.backward
+        input_gradient = run(0, GRADIENT)
+        assert input_gradient is not None
+        assert torch.equal(input_gradient, GRADIENT @ layer.weight)
+        if halves:
+            segment.weight_gradient(0)
+    assert layer.weight.grad is None
+    embedding = nn.Embedding(4, 2).requires_grad_(False)
+    weight_gradients = WeightGradients()
+    weight_gradients.attach_(embedding)
+    first = Segment(Piece("embed", (embedding,), lambda _, b: embedding(b.input_ids_BS)), weight_gradients)
+    ids = torch.tensor([[3, 1]])
+    y = first.forward(0, None, Microbatch(ids, ids, ids, ((2,),)))
+    assert first.backward(0, torch.ones_like(y)) is None

@@ -43,12 +43,15 @@ def reports_of(layout: str, sections: dict[str, dict[str, Any]]) -> tuple[list[R
 
 
 def test_every_layout_trains_alike(ranks: RankPool) -> None:
-    """Loss, norm and weights of AdamW with clipping, evaluation in between: dp1 against dp2, dp3, dp4."""
+    """Loss, norm and weights of AdamW with clipping, evaluation in between: dp1 against other layouts."""
     [(expected, weights)] = ranks(1, reports_of, "dp1", {})
     assert [type(report) for report in expected] == [
         StepReport, StepReport, EvaluationReport, StepReport, StepReport, EvaluationReport,
     ]  # fmt: skip
-    for layout, microbatches in (("dp2", 3), ("dp3", 2), ("dp4", 1)):
+    for layout, microbatches in (
+        ("dp2", 3), ("dp3", 2), ("dp4", 1),
+        ("fsdp2", 3), ("fsdp3:zero1", 2), ("fsdp4:zero2", 1), ("dp2,fsdp2", 3),
+    ):  # fmt: skip
         for reports, ours in ranks(
             Layout.parse(layout).world_size, reports_of, layout, {"training": {"microbatches": microbatches}}
         ):
@@ -110,8 +113,9 @@ def stopped_by(layout: str, bad_rank: int) -> tuple[str, list[float]]:
     return "did not stop", []
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(ranks: RankPool) -> None:
-    results = ranks(4, stopped_by, "dp4", 2)
+@pytest.mark.parametrize("layout", ["dp4", "fsdp4", "fsdp4:zero1", "fsdp4:zero2", "dp2,fsdp2"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(ranks: RankPool, layout: str) -> None:
+    results = ranks(4, stopped_by, layout, 2)
     for message, losses in results:
         assert message.startswith("step 3 is not finite; no weight was changed by it: ")
         assert "the loss is not finite on rank 2; the backward meets it first in lm_head.weight" in message

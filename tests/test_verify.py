@@ -12,9 +12,9 @@ from torch import Tensor
 from fourfold.batch.units import Unit
 from fourfold.collectives import Pending
 from fourfold.data import Dataset, SyntheticDataset
-from fourfold.mesh import Axis, Mesh
-from fourfold.models import IGNORE, Microbatch
-from fourfold.parallel_model import ParallelModel
+from fourfold.mesh import Mesh
+from fourfold.models import IGNORE, Decoder, Microbatch
+from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Action, Kind
 from fourfold.specs import Layout, ModelSpec
 from fourfold.verify import Verification, verify
@@ -24,7 +24,6 @@ TINY = ModelSpec.preset("tiny")
 DATA = SyntheticDataset(TINY.vocab_size, sequence_length=24, seed=3)
 PARAMETERS = set(TINY.parameter_shapes())
 UNIT = 1
-IN_UNIT = {name for name in PARAMETERS if name.startswith("model.layers.0.")}
 HIT = "model.layers.1.mlp.up_proj.weight"
 
 Update = Callable[[Tensor], None]
@@ -34,16 +33,25 @@ step_without_fault = ParallelModel.step
 reduce_without_fault = Unit.reduce
 
 
-def found(fault: Fault, steps: int, options: dict[str, Any]) -> Verification:
+def in_unit(layout: str) -> set[str]:
+    """The parameters of the unit that a fault strikes, on this rank."""
+    with torch.device("meta"):
+        model = Decoder(TINY)
+    return {slot.name for slot in parallelize(model, mesh=Mesh(Layout.parse(layout))).units[UNIT].slots}
+
+
+def found(layout: str, fault: Fault, steps: int, options: dict[str, Any]) -> Verification:
     """Run `verify` on this rank with the fault in place. The rank lives on: it is taken out again."""
     with pytest.MonkeyPatch.context() as patch:
         data = fault(patch)
-        return verify(TINY, Mesh(Layout(dp=2)), data, batch=6, steps=steps, **options)
+        return verify(TINY, Mesh(Layout.parse(layout)), data, steps=steps, **{"batch": 6, **options})
 
 
-def outcome(ranks: RankPool, fault: Fault, steps: int = 1, **options: Any) -> Verification:
-    results = ranks(2, found, fault, steps, options)
-    assert results[0] == results[1], "ranks disagree about the outcome"
+def outcome(
+    ranks: RankPool, fault: Fault, steps: int = 1, layout: str = "dp2", **options: Any
+) -> Verification:
+    results = ranks(Layout.parse(layout).world_size, found, layout, fault, steps, options)
+    assert all(result == results[0] for result in results), "ranks disagree about the outcome"
     return results[0]
 
 
@@ -86,27 +94,30 @@ def without_one_reduction(patch: pytest.MonkeyPatch) -> Dataset:
 
 
 def test_a_skipped_reduction(ranks: RankPool) -> None:
-    """Every rank keeps its own gradient of one layer: exactly that layer's parameters are named."""
+    """Every rank keeps its own gradient of one unit: exactly that unit's parameters are named."""
     verification = outcome(ranks, without_one_reduction)
+    [struck, _] = ranks(2, in_unit, "dp2")
+    assert 5 < len(struck) < len(PARAMETERS)
     assert not verification.passes
     assert failing(verification) == {
-        "loss": False, "norm": True, "gradients": IN_UNIT, "weights": IN_UNIT, "tokens": False,
+        "loss": False, "norm": True, "gradients": struck, "weights": struck, "tokens": False,
     }  # fmt: skip
-    assert verification.to_json()["gradient_worst"] in IN_UNIT
+    assert verification.to_json()["gradient_worst"] in struck
 
 
 def mean_over_ranks(patch: pytest.MonkeyPatch) -> Dataset:
-    def reduce(self: Unit, axis: Axis) -> Pending:
-        self.gradient /= axis.size
-        return reduce_without_fault(self, axis)
+    def reduce(self: Unit) -> Pending:
+        self.gradient /= 2
+        return reduce_without_fault(self)
 
     patch.setattr(Unit, "reduce", reduce)
     return DATA
 
 
-def test_a_mean_over_ranks(ranks: RankPool) -> None:
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp2:zero1"])
+def test_a_mean_over_ranks(ranks: RankPool, layout: str) -> None:
     """All gradients, and the norm, are half of what they should be; an optimizer like Adam would hide it."""
-    verification = outcome(ranks, mean_over_ranks)
+    verification = outcome(ranks, mean_over_ranks, layout=layout)
     assert not verification.passes
     assert failing(verification) == {
         "loss": False, "norm": True, "gradients": PARAMETERS, "weights": PARAMETERS, "tokens": False,
@@ -282,3 +293,46 @@ def test_a_mean_over_ranks_in_low_precision(ranks: RankPool) -> None:
         assert not verification.passes
         assert not verification.norm.passes
         assert not any(difference.passes for difference in verification.gradients)
+
+
+def without(skipped: Callable[[Action, int], bool], patch: pytest.MonkeyPatch) -> Dataset:
+    """Leave actions of one unit out, given the action and how many steps went before."""
+    steps = 0
+
+    def step(
+        self: ParallelModel, batches: Sequence[Microbatch], *, valid_tokens: int, update: Update
+    ) -> Tensor:
+        nonlocal steps
+        actions = [a for a in self.program.ranks[0] if a.place != UNIT or not skipped(a, steps)]
+        steps += 1
+        return self.executor.step(actions, batches, valid_tokens=valid_tokens, update=update)
+
+    patch.setattr(ParallelModel, "step", step)
+    return DATA
+
+
+def over_replicas(action: Action, _: int) -> bool:
+    return action.kind is Kind.ALL_REDUCE
+
+
+def later_gathers(action: Action, steps: int) -> bool:
+    return action.kind is Kind.GATHER and steps > 0
+
+
+def test_replicas_that_are_not_summed(ranks: RankPool) -> None:
+    """Each replica of a unit's pieces takes a way of its own, and every rank of both learns of it."""
+    # FS-08
+    verification = outcome(ranks, partial(without, over_replicas), layout="dp2,fsdp2", batch=12)
+    struck = ranks(4, in_unit, "dp2,fsdp2")[0]
+    assert failing(verification) == {
+        "loss": False, "norm": True, "gradients": struck, "weights": struck, "tokens": False,
+    }  # fmt: skip
+
+
+def test_weights_of_the_step_before(ranks: RankPool) -> None:
+    """ZeRO-1 without one unit's gather from the second step on: weights there are, but stale."""
+    # FS-10
+    assert outcome(ranks, partial(without, later_gathers), layout="fsdp2:zero1", steps=1).passes
+    verification = outcome(ranks, partial(without, later_gathers), layout="fsdp2:zero1", steps=2)
+    assert not verification.passes
+    assert not verification.loss.passes

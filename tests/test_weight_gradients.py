@@ -53,7 +53,7 @@ def with_buffers(model: nn.Module, dtype: torch.dtype, fill: float) -> WeightGra
 def test_gradients_are_autograds_own_bit_for_bit(deferred: bool) -> None:
     model = Tied(torch.float64)
     sink = with_buffers(model, torch.float64, fill=float("nan"))  # nothing of an earlier step may survive
-    sink.begin_step_()
+    sink.begin_(list(model.parameters()))
     for k in (0, 1, 2):
         if deferred:
             with sink.deferred() as queue:
@@ -75,7 +75,7 @@ def test_deferring_and_not_deferring_agree_bit_for_bit() -> None:
     for deferred in (False, True):
         model = Tied(torch.float32)
         sink = with_buffers(model, torch.float32, fill=0.0)
-        sink.begin_step_()
+        sink.begin_(list(model.parameters()))
         for k in (0, 1):
             if deferred:
                 with sink.deferred() as queue:
@@ -93,7 +93,7 @@ def test_an_unused_layer_has_gradient_zero_and_storage_stays() -> None:
     model = Tied(torch.float32)
     sink = with_buffers(model, torch.float32, fill=7.0)
     pointers = [p.grad.data_ptr() for p in model.parameters()]  # type: ignore[union-attr]
-    sink.begin_step_()
+    sink.begin_(list(model.parameters()))
     model.up(torch.ones(2, 6)).sum().backward()
     sink.finish_(list(model.parameters()))
     assert torch.equal(model.down.weight.grad, torch.zeros(6, 10))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_bfloat16_contributions_add_up_in_float32() -> None:
     """512 contributions of 1: a bfloat16 sum would stop at 256."""
     layer = nn.Linear(1, 1, dtype=torch.bfloat16)
     sink = with_buffers(layer, torch.float32, fill=0.0)
-    sink.begin_step_()
+    sink.begin_(list(layer.parameters()))
     for _ in range(512):
         layer(torch.ones(1, 1, dtype=torch.bfloat16)).backward(torch.ones(1, 1, dtype=torch.bfloat16))
     assert layer.weight.grad is not None
@@ -119,10 +119,60 @@ def test_bfloat16_contributions_add_up_in_float32() -> None:
 def test_two_models_do_not_mix() -> None:
     first, second = Tied(torch.float32), Tied(torch.float32)
     sinks = [with_buffers(model, torch.float32, fill=0.0) for model in (first, second)]
-    for sink in sinks:
-        sink.begin_step_()
+    for sink, model in zip(sinks, (first, second), strict=True):
+        sink.begin_(list(model.parameters()))
     with sinks[0].deferred() as queue:
         second(inputs(0)).backward(output_gradient(0, torch.float32))
         assert queue == []
     assert second.up.weight.grad is not None
     assert second.up.weight.grad.abs().sum() > 0
+
+
+def test_units_begin_each_for_itself() -> None:
+    """One layer starts anew while another goes on: only the first forgets."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.LayerNorm(1), nn.LayerNorm(1))
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    sink = with_buffers(model, torch.float32, fill=float("nan"))
+    for index in (0, 1):
+        sink.begin_(list(model[index].parameters()))
+        sink.begin_(list(model[index + 2].parameters()))
+    x = torch.ones(1, 1)
+    for _ in range(2):
+        for layer in model:
+            layer(x).backward(x)
+    sink.begin_([*model[0].parameters(), *model[2].parameters()])
+    for layer in model:
+        layer(x).backward(x)
+    biases = [layer.bias.grad.item() for layer in model]
+    assert biases == [1.0, 3.0, 1.0, 3.0]
+    assert [model[index].weight.grad.item() for index in (0, 1)] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_frozen_weights_get_no_gradient_and_pass_it_on(deferred: bool) -> None:
+    """Frozen layers in the middle and at the ends; the trained ones' gradients are autograd's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 3))
+    frozen = [model[0].weight, model[2].weight, model[2].bias, model[3].weight]
+    for weight in frozen:
+        weight.requires_grad_(False)
+    ids = torch.tensor([1, 3, 3])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    plain = torch.autograd.grad(model(ids).sum(), trained)
+    sink = WeightGradients()
+    sink.attach_(model)
+    for parameter in trained:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    sink.begin_(trained)
+    if deferred:
+        with sink.deferred() as queue:
+            model(ids).sum().backward()
+        assert len(queue) == 2  # the frozen linear layer in the middle asks for nothing
+        for add in queue:
+            add()
+    else:
+        model(ids).sum().backward()
+    assert all(weight.grad is None for weight in frozen)
+    for parameter, expected_gradient in zip(trained, plain, strict=True):
+        torch.testing.assert_close(parameter.grad, expected_gradient)

@@ -1,46 +1,103 @@
+from dataclasses import replace
+
 import pytest
 
-from fourfold.batch.reduction import UNIT_BYTES, reduction_events, segments_of_units, with_reductions
-from fourfold.build import expanded
+from fourfold.batch.costs import UnitSize, batch_events
+from fourfold.batch.reduction import SHARDED_UNIT_BYTES, UNIT_BYTES, segments_of_units, with_reductions
+from fourfold.build import Sharding, expanded
 from fourfold.layer.schedules import one_forward_one_backward
-from fourfold.program import Program
+from fourfold.program import Action, Kind, Program, check
 from fourfold.specs import Layout
 from fourfold.traffic import Event
+from tests.programs import FSDP, ZERO1, one_stage, parsed, written
 
 
 def compute_only(users: list[tuple[int, ...]], microbatches: int) -> Program:
-    return expanded(
-        one_forward_one_backward(stages=1, microbatches=microbatches),
-        segments_of_stage=[len(users)],
-        users=users,
+    program = expanded(
+        one_forward_one_backward(stages=1, microbatches=microbatches), segments_of_stage=[len(users)]
     )
+    return replace(program, users=tuple(users))
 
 
-def text(program: Program) -> str:
-    return " ".join(map(str, program.ranks[0]))
+def summed(program: Program, *, every_microbatch: bool = False, replicas: bool = False) -> str:
+    return written(with_reductions(program, every_microbatch=every_microbatch, replicas=replicas))
 
 
 def test_a_reduction_follows_the_last_contribution() -> None:
-    assert text(with_reductions(compute_only([(0,), (1,), (2,)], 2))) == (
+    assert summed(compute_only([(0,), (1,), (2,)], 2)) == (
         "0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 LOSS 2B1 2REDUCE 1B1 1REDUCE 0B1 0REDUCE UPDATE"
     )
 
 
 def test_a_tied_unit_waits_for_both_users() -> None:
-    assert text(with_reductions(compute_only([(0, 2), (1,), (2,)], 1))) == (
+    assert summed(compute_only([(0, 2), (1,), (2,)], 1)) == (
         "0F0 1F0 2F0 LOSS 2B0 2REDUCE 1B0 1REDUCE 0B0 0REDUCE UPDATE"
     )
+
+
+def test_pieces_are_summed_after_every_microbatch() -> None:
+    """The tied unit 0 once a microbatch, not once a user."""
+    assert summed(compute_only([(0, 1), (1,)], 2), every_microbatch=True) == (
+        "0F0 1F0 1B0 1REDUCE0 0B0 0REDUCE0 0F1 1F1 LOSS 1B1 1REDUCE1 0B1 0REDUCE1 UPDATE"
+    )
+    assert summed(compute_only([(0,), (1,)], 1), every_microbatch=True) == (
+        "0F0 1F0 LOSS 1B0 1REDUCE 0B0 0REDUCE UPDATE"
+    )
+
+
+def test_weight_gradients_that_come_late_are_waited_for() -> None:
+    """Of both microbatches, where one sum is taken; of each, where one a microbatch is."""
+    program = compute_only([(0,)], 2)
+    program = replace(program, ranks=(parsed("0F0 0I0 0F1 0I1 0W1 0W0"),))
+    assert summed(program) == "0F0 0I0 0F1 LOSS 0I1 0W1 0W0 0REDUCE UPDATE"
+    assert summed(program, every_microbatch=True) == "0F0 0I0 0F1 LOSS 0I1 0W1 0REDUCE0 0W0 0REDUCE1 UPDATE"
+
+
+def test_replicas_are_summed_after_the_next_units_reduction_and_once_a_step() -> None:
+    users = [(0,), (1,), (2,)]
+    assert summed(compute_only(users, 1), replicas=True) == (
+        "0F0 1F0 2F0 LOSS 2B0 2REDUCE 1B0 1REDUCE 2ALLREDUCE 0B0 0REDUCE 1ALLREDUCE 0ALLREDUCE UPDATE"
+    )
+    assert summed(compute_only(users, 2), every_microbatch=True, replicas=True) == (
+        "0F0 1F0 2F0 2B0 2REDUCE0 1B0 1REDUCE0 0B0 0REDUCE0 0F1 1F1 2F1 LOSS 2B1 2REDUCE1 "
+        "1B1 1REDUCE1 2ALLREDUCE 0B1 0REDUCE1 1ALLREDUCE 0ALLREDUCE UPDATE"
+    )
+
+
+def test_a_frozen_unit_is_not_summed() -> None:
+    program = replace(compute_only([(0,), (1,), (2,)], 1), frozen=frozenset({0, 2}))
+    assert summed(program, replicas=True) == ("0F0 1F0 2F0 LOSS 2B0 1B0 1REDUCE 0B0 1ALLREDUCE UPDATE")
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("every_microbatch", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_every_contribution_is_summed_once(microbatches: int, every_microbatch: bool, replicas: bool) -> None:
+    """Between a unit's contribution and UPDATE stand one REDUCE that takes it, and then one ALLREDUCE."""
+    program = with_reductions(
+        compute_only([(0, 2), (0, 1), (2,)], microbatches),
+        every_microbatch=every_microbatch,
+        replicas=replicas,
+    )
+    check(program)
+    assert len(set(program.ranks[0])) == len(program.ranks[0])
+    for unit in range(3):
+        kinds = [action.kind for action in program.ranks[0] if action.place == unit]
+        assert kinds.count(Kind.REDUCE) == (microbatches if every_microbatch else 1)
+        assert kinds.count(Kind.ALL_REDUCE) == int(replicas)
+    assert program.ranks[0][-1] == Action(Kind.UPDATE)
+
+
+def size(*counts: int, rank: int = 0, dtype: str = "float32", nbytes: int = 4) -> UnitSize:
+    return UnitSize(counts, rank, dtype, nbytes, "float32", 4)
 
 
 @pytest.mark.parametrize("layout", ["dp4", "dp2,cp2", "cp4"])
 def test_the_events_are_on_the_gradient_group_of_the_batch_axis(layout: str) -> None:
     """dp x fsdp x cp, also when dp is 1: a rank must not keep the gradient of its own sequence shard."""
-    program = with_reductions(compute_only([(0,), (1,)], 1))
-    parsed = Layout.parse(layout)
-    events = reduction_events(
-        program.ranks[0], layout=parsed, unit_numels=[10, 7], dtype="float32", itemsize=4
-    )
-    axis = parsed.axis_name("dp", "fsdp", "cp")
+    parsed_layout = Layout.parse(layout)
+    events = batch_events(one_stage(2, 1), rank=0, layout=parsed_layout, units=[size(10), size(7)])
+    axis = parsed_layout.axis_name("dp", "fsdp", "cp")
     assert events == [
         Event("all_reduce", axis, 8, "float64"),
         Event("all_reduce", axis, 28, "float32"),
@@ -48,27 +105,73 @@ def test_the_events_are_on_the_gradient_group_of_the_batch_axis(layout: str) -> 
     ]
 
 
-def test_one_rank_sends_nothing() -> None:
-    program = with_reductions(compute_only([(0,)], 1))
-    assert (
-        reduction_events(program.ranks[0], layout=Layout(tp=4), unit_numels=[5], dtype="float32", itemsize=4)
-        == []
+def test_the_events_of_replicas_of_pieces() -> None:
+    """Weights in bfloat16 are gathered, gradients in float32 scattered, own pieces summed over replicas."""
+    units = [size(6, 4, rank=1, dtype="bfloat16", nbytes=2), size(3, 5, rank=1, dtype="bfloat16", nbytes=2)]
+    program = one_stage(2, 1, sharding=Sharding(FSDP, replicas=True, prefetch=0), lookups=frozenset({0}))
+    assert written(program) == (
+        "0GATHER0 0F0 0FREE0 1GATHER0 1F0 LOSS 1B0 1REDUCE 1FREE0 0B0 0REDUCE 1ALLREDUCE 0ALLREDUCE UPDATE"
     )
+    assert batch_events(program, rank=0, layout=Layout.parse("dp3,fsdp2,cp2"), units=units) == [
+        Event("all_gather", "fsdp", 20, "bfloat16"),
+        Event("all_gather", "fsdp", 16, "bfloat16"),
+        Event("all_reduce", "dp,fsdp,cp", 8, "float64"),
+        Event("reduce_scatter", "fsdp", 32, "float32"),
+        Event("reduce_scatter", "fsdp", 40, "float32"),
+        Event("all_reduce", "dp,cp", 20, "float32"),
+        Event("all_reduce", "dp,cp", 16, "float32"),
+        Event("all_reduce", "fsdp", 8, "float64"),
+    ]
+
+
+def test_with_whole_gradients_pieces_are_still_what_is_summed() -> None:
+    """ZeRO-1 scatters as FSDP does: an owner needs its own piece alone."""
+    program = one_stage(1, 4, sharding=Sharding(ZERO1))
+    assert batch_events(program, rank=0, layout=Layout(fsdp=2), units=[size(6, 6)]) == [
+        Event("all_gather", "fsdp", 48, "float32"),
+        Event("all_reduce", "fsdp", 8, "float64"),
+        Event("reduce_scatter", "fsdp", 48, "float32"),
+        Event("all_reduce", "fsdp", 8, "float64"),
+    ]
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert batch_events(one_stage(1, 1), rank=0, layout=Layout(tp=4), units=[size(5)]) == []
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        # At least 8 MiB, filled from the end of the model, which the backward finishes first.
-        ([4, 3, 3, 3, 3, 3, 3, 3, 3, 4], [(0, 1), (1, 4), (4, 7), (7, 10)]),
+        # At least 25 MiB, filled from the end of the model, which the backward finishes first.
+        ([12, 9, 9, 9, 9, 9, 9, 9, 9, 12], [(0, 1), (1, 4), (4, 7), (7, 10)]),
         ([500, 400, 400, 500], [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        # A quarter of a small model.
-        ([1, 1, 1, 1], [(0, 1), (1, 2), (2, 3), (3, 4)]),
-        ([0.5, 0.5, 1, 1, 0.25, 0.75], [(0, 2), (2, 3), (3, 4), (4, 6)]),
+        ([20, 25, 24, 20], [(0, 1), (1, 2), (2, 4)]),
+        # Half of a small model.
+        ([1, 1, 1, 1], [(0, 2), (2, 4)]),
+        ([0.5, 0.5, 1, 1, 0.25, 0.75], [(0, 3), (3, 6)]),
+        ([1, 1, 6], [(0, 2), (2, 3)]),
         ([7], [(0, 1)]),
     ],
 )
 def test_units_are_large_enough_and_several(sizes: list[float], expected: list[tuple[int, int]]) -> None:
     units = segments_of_units([int(size * 2**20) for size in sizes])
     assert [(unit.start, unit.stop) for unit in units] == expected
-    assert UNIT_BYTES == 8 * 2**20
+    assert UNIT_BYTES == 25 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # At least 4 MiB.
+        ([3, 2, 2, 2, 2, 2, 30], [(0, 2), (2, 4), (4, 6), (6, 7)]),
+        ([500, 400, 400, 500], [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        # An eighth of a small model.
+        ([1] * 8, [(index, index + 1) for index in range(8)]),
+        ([1] * 16, [(index, index + 2) for index in range(0, 16, 2)]),
+        ([7], [(0, 1)]),
+    ],
+)
+def test_sharded_units_are_smaller(sizes: list[float], expected: list[tuple[int, int]]) -> None:
+    units = segments_of_units([int(size * 2**20) for size in sizes], sharded=True)
+    assert [(unit.start, unit.stop) for unit in units] == expected
+    assert SHARDED_UNIT_BYTES == 4 * 2**20

@@ -17,7 +17,7 @@ from fourfold.data import PackedDataset, SyntheticDataset, TokenFile
 from fourfold.errors import RunStopped
 from fourfold.models import IGNORE
 from fourfold.parallel_model import ParallelModel
-from fourfold.specs import ModelSpec
+from fourfold.specs import ModelSpec, ShardingSection
 
 RUN = """
 layout = "dp2"
@@ -138,6 +138,18 @@ def test_python_m_fourfold():
                 "--steps 0 is too small: use 1 or more",
             ],
         ),
+        (
+            ["verify", "--model", "tiny", "--layout", "fsdp2", "--pieces", "row", "--prefetch", "-1"],
+            [
+                "pieces='row' is not a choice: use 'auto', 'matrices', 'rows' or 'flat'",
+                "prefetch=-1 is too small: use 0 or more",
+            ],
+        ),
+        (
+            ["verify", "--model", "tiny", "--layout", "fsdp2:zero"],
+            ["Use fsdp2:zero2 or fsdp2:zero1, or fsdp2 to cut the weights too"],
+        ),
+        ([*TRAIN, "sharding.accumulate=all"], ["sharding.accumulate='all' is not a choice: use 'pieces' or"]),
         (["sample", "nowhere"], ["run folder nowhere does not exist"]),
         (["sample", "."], ["there is no checkpoint in "]),
         (["prepare", "corpse.txt"], ["no such file or folder: corpse.txt"]),
@@ -297,24 +309,39 @@ def test_verify_prints_json_even_of_what_is_no_number(monkeypatch: pytest.Monkey
         ("dp2", 1, 4, ["some", "some"]),
         ("dp4", 1, 4, ["some", "0", "some", "some"]),
         ("dp4", 3, 12, ["some", "some", "some", "some"]),
+        ("fsdp4", 1, 4, ["some", "0", "some", "some"]),
+        ("dp2,fsdp2:zero1", 1, 4, ["some", "0", "some", "some"]),
     ],
 )
 def test_verify_has_ranks_and_microbatches_without_a_label(
     layout: str, microbatches: int, batch: int, valid_by_rank: list[str]
 ):
-    trial = _trial(None, "tiny", layout, None, microbatches, 1, "float64", None)
+    trial = _trial(None, "tiny", layout, None, microbatches, 1, "float64", None, {})
     assert trial.batch == batch
+    ranks = trial.layout.size("dp", "fsdp")
     data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
-    rows = batch // (trial.layout.dp * microbatches)
+    rows = batch // (ranks * microbatches)
     counts = [
         [
             int((data.rows(0, batch, range(start, start + rows)).labels_BS != IGNORE).sum())
-            for start in range(rank * rows, batch, trial.layout.dp * rows)
+            for start in range(rank * rows, batch, ranks * rows)
         ]
-        for rank in range(trial.layout.dp)
+        for rank in range(ranks)
     ]
     assert ["some" if sum(count) else "0" for count in counts] == valid_by_rank
     assert (min(map(min, counts)) == 0) == (rows == 1 and batch > 3), "a microbatch without any"
+
+
+def test_verify_takes_sharding_from_the_run_file_and_the_options_over_it(folder: Path):
+    text = RUN + '[sharding]\npieces = "matrices"\nprefetch = 3\n'
+    (folder / "sharded.toml").write_text(text)
+    from_file = _trial(folder / "sharded.toml", None, "fsdp2", None, None, 1, "float64", None, {})
+    assert from_file.sharding == ShardingSection(pieces="matrices", prefetch=3)
+    options = {"pieces": "flat", "accumulate": "whole"}
+    over_it = _trial(folder / "sharded.toml", None, "fsdp2", None, None, 1, "float64", None, options)
+    assert over_it.sharding == ShardingSection(pieces="flat", prefetch=3, accumulate="whole")
+    alone = _trial(None, "tiny", "fsdp2", None, None, 1, "float64", None, {"prefetch": 0})
+    assert alone.sharding == ShardingSection(prefetch=0)
 
 
 def test_the_field_of_the_run_file_is_tokenised(folder: Path):

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fourfold.cli import app
@@ -93,6 +95,26 @@ def test_the_sample_is_what_the_run_printed(finished: tuple[Path, str]):
     assert output.endswith(result.stdout)
     other = CliRunner().invoke(app, ["sample", str(folder), "--prompt", "class", "--tokens", "4"])
     assert other.stdout.startswith("class")
+
+
+def test_a_sharded_run_leaves_the_weights_of_one_that_is_not(finished: tuple[Path, str], folder: Path):
+    """The same files, whole weights in the checkpoint, and the gathers in the program."""
+    options = ["folder=sharded", "sample.tokens=8", "sample.prompt=def main"]
+    run = start(
+        folder, "train", "run.toml", "--layout", "fsdp2", *(word for o in options for word in ("--set", o))
+    )
+    output, errors = run.communicate(timeout=120)
+    assert (run.returncode, errors) == (0, "")
+    assert "\nsample, temperature 0.8:\n\ndef main" in output
+    replicated, _ = finished
+    sharded = folder / "sharded"
+    assert {path.name for path in sharded.iterdir()} == {path.name for path in replicated.iterdir()}
+    expected, found = (load_file(f / "checkpoint" / "model.safetensors") for f in (replicated, sharded))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    assert "0GATHER0" in (sharded / "program.txt").read_text()
+    assert "GATHER" not in (replicated / "program.txt").read_text()
 
 
 def test_a_killed_rank_ends_the_run(folder: Path):

@@ -1,44 +1,48 @@
 """A right program passes; each way to break it is refused, with the action and the reason."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from fourfold.build import build
+from fourfold.build import Sharding, UnitUse
 from fourfold.errors import UserError
-from fourfold.layer.schedules import one_forward_one_backward, schedule
+from fourfold.layer.schedules import schedule
 from fourfold.program import Action, Program, check
+from fourfold.specs import Placement
+from tests.programs import FSDP, REPLICAS, ZERO1, ZERO2, one_stage, own_units, parsed, written
 
 
 def parse(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int) -> Program:
     return Program(
-        ranks=tuple(tuple(Action.parse(word) for word in rank.split()) for rank in ranks),
+        ranks=tuple(parsed(rank) for rank in ranks),
         rank_of_segment=rank_of_segment,
         microbatches=microbatches,
         users=tuple((segment,) for segment in range(len(rank_of_segment))),
     )
 
 
-def step_program() -> Program:
+def step_program(sharding: Sharding = REPLICAS) -> Program:
     """Two segments on one rank, two microbatches, whole."""
-    return build(
-        one_forward_one_backward(stages=1, microbatches=2), segments_of_stage=[2], users=[(0,), (1,)]
-    )
+    return one_stage(2, 2, sharding=sharding, lookups=frozenset({0}))
 
 
-def edited(old: str, new: str) -> Program:
-    """The step program with some of its text replaced."""
-    program = step_program()
-    text = " ".join(map(str, program.ranks[0]))
+def edited(program: Program, old: str, new: str) -> Program:
+    """A program with some of its text replaced."""
+    text = written(program)
     assert old in text
-    return replace(program, ranks=(tuple(Action.parse(word) for word in text.replace(old, new).split()),))
+    return replace(program, ranks=(parsed(text.replace(old, new)),))
+
+
+def messages(program: Program) -> tuple[str, ...]:
+    with pytest.raises(UserError) as error:
+        check(program)
+    return error.value.messages
 
 
 def test_the_step_program_is_right() -> None:
     program = step_program()
-    assert " ".join(map(str, program.ranks[0])) == (
-        "0F0 1F0 1B0 0B0 0F1 1F1 LOSS 1B1 1REDUCE 0B1 0REDUCE UPDATE"
-    )
+    assert written(program) == "0F0 1F0 1B0 0B0 0F1 1F1 LOSS 1B1 1REDUCE 0B1 0REDUCE UPDATE"
     check(program)
 
 
@@ -56,32 +60,236 @@ def test_every_named_schedule_is_right(name: str, stages: int, microbatches: int
         ("0F1 1F1", "0F1 0F1 1F1", "0F1 stands 2 times: must be once"),
         ("1B0 0B0", "0B0 1B0", "0B0 on rank 0 can never start: it waits for 1B0"),
         ("0F0 1F0", "1F0 0F0", "1F0 on rank 0 can never start: it waits for 0F0"),
-        ("1B1 1REDUCE", "1REDUCE 1B1", "1REDUCE on rank 0 can never start: it waits for 1B1"),
-        (" 0REDUCE", "", "0REDUCE stands 0 times on rank 0"),
+        ("1B1 1REDUCE", "1REDUCE 1B1", "rank 0: no REDUCE of unit 1 follows 1B1"),
+        (" 0REDUCE", "", "rank 0: no REDUCE of unit 0 follows 0B1"),
+        ("1REDUCE", "1REDUCE 1REDUCE", "1REDUCE stands 2 times on rank 0: must be once"),
         ("0REDUCE UPDATE", "UPDATE 0REDUCE", "UPDATE on rank 0 can never start: it waits for 0REDUCE"),
+        ("0REDUCE UPDATE", "UPDATE 0REDUCE", "rank 0 ends with 0REDUCE: UPDATE must come last"),
+        (" UPDATE", "", "UPDATE stands 0 times on rank 0: must be once"),
+        (" LOSS", "", "LOSS stands 0 times on rank 0: must be once"),
         ("1F1 LOSS", "LOSS 1F1", "LOSS on rank 0 can never start: it waits for 1F1"),
         ("1B1 1REDUCE", "1I1 1REDUCE", "B 0, I 1, W 0 times"),
-        ("1B1 1REDUCE", "1I1 1REDUCE 1W1", "1REDUCE on rank 0 can never start: it waits for 1W1"),
+        ("1B1 1REDUCE", "1I1 1REDUCE 1W1", "rank 0: no REDUCE of unit 1 follows 1W1"),
         ("1B1 1REDUCE", "1W1 1I1 1REDUCE", "1W1 on rank 0 can never start: it waits for 1I1"),
         ("0F1", "0F7", "0F7 on rank 0: there are 2 microbatches"),
         ("1F1", "5F1", "5F1 on rank 0: there are 2 segments"),
+        ("0REDUCE", "0REDUCE 5REDUCE", "5REDUCE on rank 0: no segment on this rank uses unit 5"),
     ],
 )
 def test_a_broken_program_is_refused_with_the_reason(old: str, new: str, reason: str) -> None:
-    with pytest.raises(UserError) as error:
-        check(edited(old, new))
-    assert reason in str(error.value)
+    assert reason in "\n".join(messages(edited(step_program(), old, new)))
 
 
 def test_halves_of_a_backward_may_stand_apart() -> None:
-    check(edited("1B1 1REDUCE 0B1 0REDUCE", "1I1 0I1 0W1 0REDUCE 1W1 1REDUCE"))
+    check(edited(step_program(), "1B1 1REDUCE 0B1 0REDUCE", "1I1 0I1 0W1 0REDUCE 1W1 1REDUCE"))
+
+
+SHARDED = Sharding(FSDP, prefetch=0)
+
+
+def test_the_sharded_step_program_is_right() -> None:
+    assert written(step_program(SHARDED)) == (
+        "0GATHER0 0F0 0FREE0 1GATHER0 1F0 1B0 1REDUCE0 1FREE0 0B0 0REDUCE0 "
+        "0GATHER1 0F1 0FREE1 1GATHER1 1F1 LOSS 1B1 1REDUCE1 1FREE1 0B1 0REDUCE1 UPDATE"
+    )
+    check(step_program(SHARDED))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reasons"),
+    [
+        # Computing on weights that are not there.
+        (
+            "0GATHER1 0F1 0FREE1",
+            "0F1",
+            ["0F1 on rank 0: the weights of unit 0 are not there"],
+        ),
+        (
+            "1F0 1B0 1REDUCE0 1FREE0",
+            "1F0 1FREE0 1B0 1REDUCE0",
+            ["1B0 on rank 0: the weights of unit 1 are not there"],
+        ),
+        (
+            "1GATHER1 1F1",
+            "1F1 1GATHER1",
+            ["1F1 on rank 0: the weights of unit 1 are not there"],
+        ),
+        # Gathers and frees that do not belong together.
+        (
+            "1F0 1B0",
+            "1F0 1GATHER2 1B0",
+            ["1GATHER2 on rank 0: 1GATHER0 has not been freed"],
+        ),
+        (
+            "1FREE0",
+            "1FREE0 1FREE2",
+            ["1FREE2 on rank 0: the weights are not there"],
+        ),
+        (
+            "0FREE1",
+            "0FREE1 0GATHER2 0FREE2",
+            ["0FREE2 on rank 0: nothing used the weights since their GATHER"],
+        ),
+        (
+            " 1FREE1",
+            "",
+            ["1GATHER1 on rank 0 is never freed"],
+        ),
+        (
+            " 1FREE0",
+            "",
+            ["1GATHER1 on rank 0: 1GATHER0 has not been freed"],
+        ),
+        (
+            "0GATHER1",
+            "0GATHER0",
+            ["0GATHER0 stands 2 times on rank 0: must be once"],
+        ),
+        (
+            "0FREE0 1GATHER0",
+            "0FREE0 5GATHER0 1GATHER0",
+            ["5GATHER0 on rank 0: no segment on this rank uses unit 5", "5GATHER0 on rank 0 is never freed"],
+        ),
+        # Sums of gradients.
+        (
+            " 1REDUCE1",
+            "",
+            ["rank 0: no REDUCE of unit 1 follows 1B1"],
+        ),
+        (
+            "1REDUCE0",
+            "1REDUCE0 1REDUCE2",
+            ["1REDUCE2 on rank 0 has nothing to sum"],
+        ),
+        (
+            "1B0 1REDUCE0",
+            "1REDUCE0 1B0",
+            ["1REDUCE0 on rank 0 has nothing to sum"],
+        ),
+        (
+            "0B1 0REDUCE1",
+            "0REDUCE1 0B1",
+            ["0REDUCE1 on rank 0 has nothing to sum", "rank 0: no REDUCE of unit 0 follows 0B1"],
+        ),
+        (
+            "0REDUCE1 UPDATE",
+            "UPDATE 0REDUCE1",
+            [
+                "rank 0 ends with 0REDUCE1: UPDATE must come last",
+                "UPDATE on rank 0 can never start: it waits for 0REDUCE1",
+            ],
+        ),
+    ],
+)
+def test_a_broken_sharded_program_is_refused_with_the_reason(old: str, new: str, reasons: list[str]) -> None:
+    assert messages(edited(step_program(SHARDED), old, new)) == tuple(reasons)
+
+
+@pytest.mark.parametrize("placement", [ZERO1, ZERO2])
+def test_weights_that_stay_whole_are_gathered_and_not_freed(placement: Placement) -> None:
+    program = step_program(Sharding(placement, prefetch=0))
+    check(program)
+    assert messages(edited(program, "1GATHER0 ", "")) == tuple(
+        f"{use} on rank 0: the weights of unit 1 are not there" for use in ("1F0", "1B0", "1F1", "1B1")
+    )
+
+
+def test_replicated_weights_are_there_without_a_gather() -> None:
+    program = edited(step_program(SHARDED), "0GATHER0 0F0 0FREE0", "0F0")
+    assert messages(program) == ("0F0 on rank 0: the weights of unit 0 are not there",)
+    text = " ".join(
+        word for word in written(step_program(SHARDED)).split() if "GATHER" not in word and "FREE" not in word
+    )
+    check(replace(step_program(REPLICAS), ranks=(parsed(text),)))
+
+
+REPLICATED_PIECES = Sharding(FSDP, replicas=True, prefetch=0)
+
+
+def test_the_program_of_replicas_is_right() -> None:
+    assert written(step_program(REPLICATED_PIECES)).endswith(
+        "1B1 1REDUCE1 1FREE1 0B1 0REDUCE1 1ALLREDUCE 0ALLREDUCE UPDATE"
+    )
+    check(step_program(REPLICATED_PIECES))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reasons"),
+    [
+        # The replicas of unit 0 would drift apart.
+        (
+            " 0ALLREDUCE",
+            "",
+            ["0ALLREDUCE stands 0 times on rank 0: must be once"],
+        ),
+        (
+            "1ALLREDUCE",
+            "1ALLREDUCE 1ALLREDUCE",
+            ["1ALLREDUCE stands 2 times on rank 0: must be once"],
+        ),
+        # Before any sum of its unit, and before the last one: what comes later would be missing.
+        (
+            "1B0 1REDUCE0",
+            "1B0 1ALLREDUCE 1REDUCE0",
+            [
+                "1ALLREDUCE stands 2 times on rank 0: must be once",
+                "1ALLREDUCE on rank 0 must come after the last REDUCE of its unit",
+            ],
+        ),
+        (
+            "1REDUCE1 1FREE1 0B1 0REDUCE1 1ALLREDUCE",
+            "1ALLREDUCE 1REDUCE1 1FREE1 0B1 0REDUCE1",
+            ["1ALLREDUCE on rank 0 must come after the last REDUCE of its unit"],
+        ),
+        (
+            "UPDATE",
+            "5ALLREDUCE UPDATE",
+            ["5ALLREDUCE on rank 0: no segment on this rank uses unit 5"],
+        ),
+    ],
+)
+def test_a_broken_program_of_replicas_is_refused_with_the_reason(
+    old: str, new: str, reasons: list[str]
+) -> None:
+    found = messages(edited(step_program(REPLICATED_PIECES), old, new))
+    assert found[: len(reasons)] == tuple(reasons)
+
+
+def test_a_contribution_after_the_sum_over_replicas_is_refused() -> None:
+    """The first microbatch's sum alone reaches the replicas."""
+    # FS-08
+    program = edited(step_program(REPLICATED_PIECES), " 1ALLREDUCE", "")
+    program = edited(program, "1REDUCE0", "1REDUCE0 1ALLREDUCE")
+    assert messages(program) == ("1B1 on rank 0 comes after 1ALLREDUCE, which misses it",)
+
+
+def test_a_frozen_unit_is_never_reduced() -> None:
+    """Unit 1 is frozen: it is gathered and freed, and no sum of it is right."""
+    units = [UnitUse((0,)), UnitUse((1,), trained=False)]
+    program = one_stage(2, 1, units=units, sharding=REPLICATED_PIECES)
+    assert "1REDUCE" not in written(program)
+    assert "1ALLREDUCE" not in written(program)
+    check(program)
+    assert messages(edited(program, "1B0", "1B0 1REDUCE"))[0] == "1REDUCE on rank 0: unit 1 is frozen"
+    assert messages(edited(program, "UPDATE", "1ALLREDUCE UPDATE"))[0] == (
+        "1ALLREDUCE on rank 0: unit 1 is frozen"
+    )
+
+
+def test_every_sharded_program_is_right() -> None:
+    """`build` checks what it writes: here that no combination of its arguments is refused."""
+    for placement, segments, microbatches, prefetch, keep, replicas in product(
+        (FSDP, ZERO1, ZERO2), (1, 2, 5), (1, 2, 3), (0, 1, 2, 9), (False, True), (False, True)
+    ):
+        sharding = Sharding(placement, replicas=replicas, prefetch=prefetch, keep=keep)
+        tied = UnitUse(tuple(sorted({0, segments - 1})))
+        program = one_stage(segments, microbatches, units=[tied, *own_units(segments)[1:]], sharding=sharding)
+        assert program.ranks[0][-1] == Action.parse("UPDATE")
 
 
 def test_two_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     program = parse("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", rank_of_segment=(0, 1), microbatches=2)
-    with pytest.raises(UserError) as error:
-        check(program)
-    assert error.value.messages == (
+    assert messages(program) == (
         "0B0 on rank 0 can never start: it waits for 1B0",
         "1F1 on rank 1 can never start: it waits for 0F1",
     )

@@ -1,8 +1,9 @@
 import pytest
 
-from fourfold.build import build
-from fourfold.layer.schedules import one_forward_one_backward, schedule
-from fourfold.program import Action, Kind, clock, peak_in_flight
+from fourfold.build import Sharding
+from fourfold.layer.schedules import schedule
+from fourfold.program import Action, Kind, Program, clock, peak_in_flight
+from tests.programs import FSDP, one_stage
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -24,21 +25,13 @@ def test_peak_activations_are_the_published_ones() -> None:
 def test_accumulation_holds_the_activations_of_one_microbatch() -> None:
     """The peak does not grow with the number of microbatches: two segments, so two activations."""
     for microbatches in (1, 8):
-        program = build(
-            one_forward_one_backward(stages=1, microbatches=microbatches),
-            segments_of_stage=[2],
-            users=[(0,), (1,)],
-        )
-        assert peak_in_flight(program) == [2]
+        assert peak_in_flight(one_stage(2, microbatches)) == [2]
+        assert peak_in_flight(one_stage(2, microbatches, sharding=Sharding(FSDP, replicas=True))) == [2]
 
 
 def test_reductions_run_behind_the_backward() -> None:
     """Three segments, backward 2 each; a reduction of 2 hides behind the next one, the last is exposed."""
-    program = build(
-        one_forward_one_backward(stages=1, microbatches=1),
-        segments_of_stage=[3],
-        users=[(0,), (1,), (2,)],
-    )
+    program = one_stage(3, 1)
     seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.REDUCE: 2.0, Kind.UPDATE: 1.0, Kind.LOSS: 0.5}
     timeline = clock(program, lambda action: seconds[action.kind])
     start = {span.action: span.start_seconds for span in timeline.spans}
@@ -50,12 +43,75 @@ def test_reductions_run_behind_the_backward() -> None:
 
 
 def test_reductions_queue_on_the_link() -> None:
-    program = build(
-        one_forward_one_backward(stages=1, microbatches=1), segments_of_stage=[2], users=[(0,), (1,)]
-    )
+    program = one_stage(2, 1)
     seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.REDUCE: 5.0, Kind.UPDATE: 0.0, Kind.LOSS: 0.0}
     timeline = clock(program, lambda action: seconds[action.kind])
     start = {span.action: span.start_seconds for span in timeline.spans}
     assert start[Action(Kind.REDUCE, 1)] == 3.0
     assert start[Action(Kind.REDUCE, 0)] == 8.0
     assert timeline.seconds == 13.0
+
+
+def starts(program: Program) -> tuple[dict[str, float], float]:
+    """When each action starts, and when the step ends: a forward takes 1, a backward 2, a collective 1."""
+    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.FREE: 0.0, Kind.LOSS: 0.0}
+    timeline = clock(program, lambda action: seconds.get(action.kind, 1.0))
+    assert not timeline.stuck
+    assert len(timeline.spans) == len(program.ranks[0])
+    return {str(span.action): span.start_seconds for span in timeline.spans}, timeline.seconds
+
+
+def test_a_forward_waits_for_its_weights() -> None:
+    """Without prefetch every gather is exposed, also behind the reduction that the link is busy with."""
+    start, seconds = starts(one_stage(3, 1, sharding=Sharding(FSDP, prefetch=0), lookups=frozenset({0})))
+    assert [start[f"{unit}GATHER0"] for unit in range(3)] == [0, 2, 4]
+    assert [start[f"{segment}F0"] for segment in range(3)] == [1, 3, 5]
+    assert (start["2B0"], start["2REDUCE"], start["1GATHER1"], start["1B0"]) == (6, 8, 9, 10)
+    assert (start["1REDUCE"], start["0B0"], start["0REDUCE"], start["UPDATE"]) == (12, 12, 14, 15)
+    assert seconds == 16
+
+
+def test_gathers_run_behind_the_segment_before() -> None:
+    """With a prefetch of 1 only the first gather and the last reduction are exposed."""
+    start, seconds = starts(one_stage(3, 1, sharding=Sharding(FSDP, prefetch=1), lookups=frozenset({0})))
+    assert [start[f"{unit}GATHER0"] for unit in range(3)] == [0, 1, 2]
+    assert [start[f"{segment}F0"] for segment in range(3)] == [1, 2, 3]
+    assert [start[f"{segment}B0"] for segment in range(3)] == [8, 6, 4]
+    assert [start[f"{unit}REDUCE"] for unit in range(3)] == [10, 8, 6]
+    assert [start[f"{unit}FREE0"] for unit in range(3)] == [2, 8, 6]
+    assert seconds == 12
+
+
+def test_sums_over_replicas_follow_the_next_reduction() -> None:
+    start, seconds = starts(
+        one_stage(3, 1, sharding=Sharding(FSDP, replicas=True, prefetch=1), lookups=frozenset({0}))
+    )
+    assert [start[f"{unit}REDUCE"] for unit in range(3)] == [10, 8, 6]
+    assert [start[f"{unit}ALLREDUCE"] for unit in range(3)] == [12, 11, 9]
+    assert (start["UPDATE"], seconds) == (13, 14)
+
+
+def test_sharded_gradients_are_reduced_one_after_another() -> None:
+    """Each waits for the one before it, and the rank waits with it: reductions of 5, the rest 1."""
+    program = one_stage(2, 2, sharding=Sharding(FSDP, prefetch=9), lookups=frozenset({0}))
+    seconds = {Kind.REDUCE: 5.0, Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0}
+    timeline = clock(program, lambda action: seconds.get(action.kind, 0.0))
+    reductions = [span for span in timeline.spans if span.action.kind is Kind.REDUCE]
+    assert [str(span.action) for span in reductions] == ["1REDUCE0", "0REDUCE0", "1REDUCE1", "0REDUCE1"]
+    assert [span.start_seconds for span in reductions] == [3, 8, 13, 18]
+    start = {str(span.action): span.start_seconds for span in timeline.spans}
+    assert (start["0B0"], start["0F1"], start["1F1"], start["1B1"]) == (3, 8, 9, 10)
+    assert (start["0B1"], start["UPDATE"]) == (13, 23)
+    # Replicated gradients stay where they are: nothing computes later because of them.
+    replicated = clock(one_stage(2, 2), lambda action: seconds.get(action.kind, 0.0))
+    start = {str(span.action): span.start_seconds for span in replicated.spans}
+    assert [start[f"{unit}REDUCE"] for unit in (1, 0)] == [7, 12]
+    assert (start["0B1"], replicated.seconds) == (7, 17)
+
+
+def test_uses_wait_for_the_gather_and_the_free_for_the_uses() -> None:
+    program = one_stage(1, 1, sharding=Sharding(FSDP))
+    gather, forward = program.ranks[0][:2]
+    assert gather in program.needs(0, forward)
+    free = next(action for action in program.ranks[0] if action.kind is Kind.FREE)
+    assert program.needs(0, free) == [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]

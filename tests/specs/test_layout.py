@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.specs import AXES, BATCH_AXES, DATA_AXES, PRESETS, Layout, ModelSpec
+from fourfold.specs import (
+    AXES,
+    BATCH_AXES,
+    DATA_AXES,
+    PLACEMENTS,
+    PRESETS,
+    REPLICATED,
+    Layout,
+    ModelSpec,
+    Placement,
+)
 
 TINY = PRESETS["tiny"]  # 2 layers, 4 heads, 2 key/value heads, intermediate 88
 
@@ -41,9 +51,13 @@ def test_all_ones_prints_as_dp1():
 
 degrees = st.sampled_from([1, 1, 2, 3, 8])
 words = st.none() | st.from_regex(r"[a-z0-9-]+", fullmatch=True)
+placements = st.sampled_from(list(PLACEMENTS))
 
 
-@given(st.fixed_dictionaries(dict.fromkeys(AXES, degrees)), st.fixed_dictionaries(dict.fromkeys(AXES, words)))
+@given(
+    st.fixed_dictionaries(dict.fromkeys(AXES, degrees)),
+    st.fixed_dictionaries(dict.fromkeys(AXES, words) | {"fsdp": placements}),
+)
 def test_round_trip(sizes, options):
     layout = Layout(**sizes, options={axis: option for axis, option in options.items() if option})
     assert Layout.parse(str(layout)) == layout
@@ -66,6 +80,42 @@ def test_all_mistakes_of_the_notation_at_once():
     assert parse_messages("dp2.5") == ["'dp2.5' has no whole number after the axis: write e.g. dp2"]
     with pytest.raises(UserError, match="cp=-1 is too small: use 1 or more"):
         Layout(cp=-1)
+
+
+def test_the_option_of_fsdp_says_what_is_cut():
+    layout = Layout.parse("fsdp8:zero1")
+    assert (layout.fsdp, layout.options, layout.world_size) == (8, {"fsdp": "zero1"}, 8)
+    assert str(layout) == "fsdp8:zero1"
+    table = {
+        "fsdp8": Placement(weights=True, gradients=True, optimizer=True),
+        "fsdp8:zero2": Placement(weights=False, gradients=True, optimizer=True),
+        "fsdp8:zero1": Placement(weights=False, gradients=False, optimizer=True),
+        "dp8": Placement(weights=False, gradients=False, optimizer=False),
+    }
+    for text, placement in table.items():
+        assert Layout.parse(text).placement == placement
+        assert Layout.parse(f"dp2,tp2,{text}" if "fsdp" in text else f"tp2,{text}").placement == placement
+    assert {None: table["fsdp8"], "zero2": table["fsdp8:zero2"], "zero1": table["fsdp8:zero1"]} == PLACEMENTS
+
+
+def test_one_rank_has_nothing_to_cut():
+    for text in ("fsdp1", "fsdp1:zero1", "fsdp1:zero2", "dp1", "dp4,fsdp1:zero2"):
+        assert Layout.parse(text).placement == REPLICATED
+
+
+def test_an_option_that_fsdp_does_not_have():
+    works = "Use fsdp8:zero2 or fsdp8:zero1, or fsdp8 to cut the weights too"
+    assert parse_messages("fsdp8:zero1x,tpp2") == [
+        f"option 'zero1x' of fsdp does not exist. Did you mean 'zero1'? {works}",
+        "axis 'tpp' does not exist. Did you mean 'tp'? Axes: pp, dp, fsdp, cp, tp",
+    ]
+    assert parse_messages("dp2,fsdp8:full") == [f"option 'full' of fsdp does not exist. {works}"]
+    # zero3 is fsdp without an option.
+    [message] = parse_messages("fsdp8:zero3")
+    assert message.startswith("option 'zero3' of fsdp does not exist.")
+    assert message.endswith("or fsdp8 to cut the weights too")
+    with pytest.raises(UserError, match="option 'zero4' of fsdp does not exist"):
+        Layout(fsdp=2, options={"fsdp": "zero4"})
 
 
 def test_joint_axes():
@@ -118,7 +168,8 @@ def test_world_size():
 
 
 def test_what_cannot_be_run_yet():
-    assert Layout.parse("dp8").runnable_problems() == []
+    for text in ("dp8", "fsdp8", "fsdp8:zero1", "fsdp8:zero2", "dp2,fsdp4", "dp2,fsdp4:zero1"):
+        assert Layout.parse(text).runnable_problems() == []
     assert Layout.parse("pp2:1f1b,dp2,tp2").runnable_problems() == [
         "pp=2 (Layer axis) cannot be run yet: use dp8",
         "tp=2 (Channel axis) cannot be run yet: use dp8",

@@ -11,6 +11,7 @@ from fourfold.specs import (
     ModelSection,
     OptimizerSection,
     RunSpec,
+    ShardingSection,
     TrainingSection,
 )
 
@@ -51,7 +52,9 @@ def test_defaults(load):
         256,
     )
     assert (run.training.microbatches, run.training.dtype) == (1, "float32")
-    assert (run.optimizer.betas, run.optimizer.schedule) == ((0.9, 0.95), "cosine")
+    assert (run.optimizer.name, run.optimizer.betas) == ("adamw", (0.9, 0.95))
+    assert run.optimizer.schedule == "cosine"
+    assert run.sharding == ShardingSection(pieces="auto", prefetch=1, accumulate="pieces")
 
 
 def test_the_same_run_in_python(load):
@@ -122,6 +125,10 @@ def test_every_mistake_in_one_error(load):
         warmup_steps = -1
         final_fraction = 1.5
         eps = inf
+        [sharding]
+        pieces = "row"
+        prefetch = -1
+        accumulate = "all"
         [evaluation]
         every = true
         [logging]
@@ -131,7 +138,7 @@ def test_every_mistake_in_one_error(load):
     assert [message.split(" Presets:")[0] for message in found] == [
         "steps does not exist: 'steps' belongs in [training]",
         "sed does not exist. Did you mean 'seed'? The file has: layout, seed, folder, model, data, training, "
-        "optimizer, evaluation, sample, logging",
+        "sharding, optimizer, evaluation, sample, logging",
         "model.folder does not exist: 'folder' belongs at the top of the file, before the first section",
         "training.stepz does not exist. Did you mean 'steps'? "
         "[training] has: steps, batch, microbatches, dtype",
@@ -142,6 +149,9 @@ def test_every_mistake_in_one_error(load):
         "training.steps is missing (optimizer steps): give it a value",
         "training.batch=0 is too small: use 1 or more",
         "training.dtype='float16' is not a choice: use 'float32', 'bfloat16' or 'float64'",
+        "sharding.pieces='row' is not a choice: use 'auto', 'matrices', 'rows' or 'flat'",
+        "sharding.prefetch=-1 is too small: use 0 or more",
+        "sharding.accumulate='all' is not a choice: use 'pieces' or 'whole'",
         "optimizer.learning_rate is missing (the highest rate of the schedule): give it a value",
         "optimizer.betas.1=1.0 is too large: use less than 1.0",
         "optimizer.eps=inf must be a finite number",
@@ -150,6 +160,21 @@ def test_every_mistake_in_one_error(load):
         "evaluation.every=True must be a whole number",
         "logging.tensorboard='yes' must be true or false",
         "layout 'dp2,xx4': axis 'xx' does not exist. Axes: pp, dp, fsdp, cp, tp",
+    ]
+
+
+def test_sharding_and_the_kind_of_optimizer(load):
+    run = load(
+        RUN + '[sharding]\npieces = "matrices"\n',
+        ("sharding.prefetch=0", "sharding.accumulate=whole", "optimizer.name=muon"),
+        "fsdp2:zero2",
+    )
+    assert run.sharding == ShardingSection(pieces="matrices", prefetch=0, accumulate="whole")
+    assert run.optimizer.name == "muon"
+    assert str(run.layout) == "fsdp2:zero2"
+    assert load(run.to_toml()) == run
+    assert messages(load, RUN, ("optimizer.name=adam",)) == [
+        "optimizer.name='adam' is not a choice: use 'adamw' or 'muon'"
     ]
 
 
