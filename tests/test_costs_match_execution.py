@@ -101,9 +101,9 @@ def test_the_gradients_sent_are_those_of_the_model(ranks: RankPool) -> None:
 def test_what_sharding_sends(ranks: RankPool, layout: str, microbatches: int) -> None:
     """ZeRO-1 and 2: all weights once. FSDP: for every forward and backward, less what is kept.
 
-    The textbook's FSDP gathers all weights twice. Ours leaves out the embedding in the backward, which reads no
-    weights, and at the turn the head and the layer before it. Between two microbatches the embedding is needed
-    again, and the first layer is kept.
+    The textbook's FSDP gathers all weights twice. Ours leaves out the embedding in the backward, which reads
+    no weights, and at the turn the head and the layer before it. Between two microbatches the embedding is
+    needed again, and the first layer is kept.
     """
     spec = ModelSpec.preset("tiny")
     assert spec.num_hidden_layers == 2
