@@ -96,9 +96,7 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
     if json:
         print(json_module.dumps([asdict(row) for row in rows], indent=2))
         return
-    table = Table(
-        title="medians of interleaved steps; ratio = ours / peer, round by round (quartiles)"
-    )
+    table = Table(title="medians of interleaved steps; ratio = ours / peer, round by round (quartiles)")
     columns = (
         "workload",
         "layout",

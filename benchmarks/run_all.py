@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ["data_parallel.py"]
+BENCHMARKS = ["data_parallel.py", "fully_sharded.py"]
 
 
 def main() -> None:

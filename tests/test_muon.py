@@ -210,7 +210,7 @@ def test_auto_leaves_matrices_whole_for_muon(ranks: RankPool) -> None:
     muon = ranks(4, parts_owned, "muon", "auto")
     assert sum(len(owned) for owned in muon) == 7
     assert all(all(owned.values()) for owned in muon)
-    assert muon == ranks(4, parts_owned, "muon", "matrices")
+    assert muon == ranks(4, parts_owned, "muon", "blocks")
     assert not all(all(owned.values()) for owned in ranks(4, parts_owned, "adamw", "auto"))
 
 
@@ -222,7 +222,7 @@ def test_pieces_that_cut_matrices_are_refused_before_anything_starts(pieces: str
             run_spec(layout, sharding=sharding)
         [message] = caught.value.messages
         assert f"sharding.pieces='{pieces}' cuts matrices over fsdp=4 (Batch axis)" in message
-        assert "use sharding.pieces='matrices' or 'auto', or optimizer.name='adamw'" in message
+        assert "use sharding.pieces='blocks' or 'auto', or optimizer.name='adamw'" in message
     for fine in (
         run_spec("dp4", sharding=sharding),
         run_spec("fsdp4", sharding=sharding, optimizer={"name": "adamw"}),

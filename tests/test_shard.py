@@ -535,7 +535,9 @@ def test_blocks_and_words_that_do_not_fit_are_refused_all_at_once() -> None:
     )
     with pytest.raises(UserError, match=r"no parameter's name contains 'nrom'\. Did you mean 'norm'\?"):
         fourfold.shard(module, blocks=layers, mesh=Mesh(Layout()), float32=["nrom"])
-    with pytest.raises(UserError, match="pieces='row' does not exist: use auto, matrices, rows or flat"):
+    with pytest.raises(
+        UserError, match="pieces='row' does not exist: use auto, blocks, matrices, rows or flat"
+    ):
         fourfold.shard(module, blocks=layers, mesh=Mesh(Layout()), pieces="row")
     with torch.device("meta"):
         empty = made("perceptron")
@@ -690,3 +692,26 @@ def test_a_hugging_face_model(ranks: RankPool) -> None:
     for gradients, weights in ranks(2, llama_steps):
         close(gradients, expected)
         close(weights, dict(module.state_dict()))
+
+
+def in_order(layout: str, order: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
+    module = nn.ModuleList(blocks)
+    sharded = fourfold.shard(module, blocks=blocks, mesh=Mesh(Layout.parse(layout)))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for index in order:
+        x = blocks[index](x).tanh()
+    x.sum().backward()
+    sharded.reduce_gradients()
+    torch.optim.SGD(sharded.parameters(), lr=0.1).step()
+    return x.detach(), sharded.state_dict()
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1, 2, 3], [0, 2], [3, 2, 1, 0], [0, 1, 2, 3, 0, 1]])
+def test_blocks_that_are_layers_themselves_run_in_any_order(ranks: RankPool, order: list[int]) -> None:
+    """Twice, skipped, backwards: gathered ahead or not, a block's weights are there."""
+    [(y, _)] = ranks(1, in_order, "dp1", order)
+    for found, state in ranks(2, in_order, "fsdp2", order):
+        assert torch.equal(found, y)
+        assert all(value.isfinite().all() for value in state.values())

@@ -247,7 +247,7 @@ class Executor:
 
     def _reduce(self, state: _Step, action: Action) -> None:
         unit = self._units[action.unit]
-        if unit.placement.gradients:  # [Note: one reduction in flight]
+        if unit.placement.optimizer:  # [Note: one reduction in flight]
             for index in list(state.reductions):
                 self._finish_reduction(state, index)
         self._weight_gradients.finish_(unit.parameters)

@@ -12,6 +12,7 @@ ranks is the world's, and axes with the same members share theirs. The groups ar
 same groups to torch.
 """
 
+import os
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -142,6 +143,10 @@ def _rank_in_world(layout: Layout) -> int:
     """Return this rank, 0 where the layout has only one."""
     if layout.world_size == 1:
         return 0
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"layout {layout} needs a process group: call torch.distributed.init_process_group() before Mesh"
+        )
     present = dist.get_world_size() if dist.is_initialized() else 1
     if present != layout.world_size:
         raise UserError(

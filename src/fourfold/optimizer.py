@@ -16,7 +16,7 @@ from fourfold.specs import OptimizerSection
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedParameters:
     """What a rank's optimizer updates: parameters whose ``.grad`` are the summed gradients, all of them
     views.
 
@@ -31,7 +31,7 @@ class Owned:
     plain: list[nn.Parameter]
 
 
-def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozenset()) -> Owned:
+def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozenset()) -> OwnedParameters:
     """The master pieces of this rank as parameters, views into the units' buffers.
 
     Weight decay follows the parameters' own shapes: matrices come first in a piece, norms and biases after
@@ -43,7 +43,7 @@ def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozen
 
     Raises UserError where a rank owns only a part of one of ``matrices``.
     """
-    found = Owned([], [], [])
+    found = OwnedParameters([], [], [])
 
     def add(target: list[nn.Parameter], unit: Unit, part: slice, shape: Sequence[int] = (-1,)) -> None:
         if unit.master[part].numel():
@@ -77,8 +77,8 @@ def optimizers(parallel: ParallelModel, spec: OptimizerSection) -> list[torch.op
     scaled to the size of AdamW's (Liu et al. 2025) so that one learning rate fits both, on the matrices of
     the blocks, AdamW on the rest. Muon's update needs a whole matrix, and its owner has it: no communication.
     """
-    named = spec.name == "muon"
-    owned = owned_parameters(parallel.units, matrices=parallel.block_matrices if named else frozenset())
+    is_muon = spec.name == "muon"
+    owned = owned_parameters(parallel.units, matrices=parallel.block_matrices if is_muon else frozenset())
     groups = [
         {"params": owned.decayed, "weight_decay": spec.weight_decay},
         {"params": owned.plain, "weight_decay": 0.0},

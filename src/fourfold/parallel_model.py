@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class ParallelModel:
 
     Attributes:
         model: the module itself; its parameters keep their names and are views of the units' buffers.
+            Sharded weights are there while a step uses them, or after `gather_`; reading one at another time
+            is an error that PyTorch may not catch. Take them from `named_masters`.
         mesh: the ranks.
         units: the flat buffers of weights and gradients, each of one or more neighbouring segments.
         program: what each pipeline rank does in a training step.
@@ -129,7 +131,7 @@ def parallelize(
 
     Args:
         model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
-            Parameters that need no gradient stay as they are.
+            Parameters that need no gradient stay frozen.
         mesh: the ranks. Of its axes only dp and fsdp may be larger than 1 so far.
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
@@ -160,6 +162,8 @@ def parallelize(
         )
         for group, piece in zip(groups, cut(shapes, ranks=mesh.fsdp.size, how=sharding.pieces), strict=True)
     ]
+    if placement.weights:
+        _guard_(model, units, sites)
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
     segments = [Segment(piece, weight_gradients) for piece in pieces]
@@ -186,6 +190,28 @@ def parallelize(
         batch_axis=mesh.batch,
     )
     return ParallelModel(model, mesh, units, program, plan, executor)
+
+
+def _guard_(
+    model: nn.Module, units: Sequence[Unit], sites: Mapping[str, Sequence[tuple[nn.Module, str]]]
+) -> None:
+    """Refuse to use weights that are not there: memory would be read that is not the process's any more."""
+
+    def refuse(unit: Unit, *_: object) -> None:
+        if not unit.is_present:
+            raise RuntimeError(
+                f"the weights of {unit.name} are not on this rank: between its uses in a step a sharded unit "
+                "holds a piece only; call ParallelModel.gather_ on all ranks to use the model outside a step"
+            )
+
+    def refuse_all(*_: object) -> None:
+        for unit in units:
+            refuse(unit)
+
+    for unit in units:
+        for module in {module for slot in unit.slots for module, _ in sites[slot.name]}:
+            module.register_forward_pre_hook(partial(refuse, unit))
+    model.register_state_dict_pre_hook(refuse_all)
 
 
 @dataclass(frozen=True)

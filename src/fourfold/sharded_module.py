@@ -39,7 +39,7 @@ from fourfold.mesh import Mesh
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
 
-PIECES = ("auto", "matrices", "rows", "flat")
+PIECES = ("auto", "blocks", "matrices", "rows", "flat")
 BUILD = "build it from parameters() of what fourfold.shard returns"
 UNSUMMED = "gradients are not summed: call reduce_gradients() after the last backward of a step"
 

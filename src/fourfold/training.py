@@ -118,7 +118,7 @@ class Trainer:
             microbatches=training.microbatches,
             dtype=training.dtype,
             seed=run.seed,
-            sharding=_sharding(run),
+            sharding=run.resolved_sharding,
         )
         self._run = run
         self._data = data
@@ -195,13 +195,6 @@ class Trainer:
             batch=training.batch,
             microbatches=training.microbatches,
         )
-
-
-def _sharding(run: RunSpec) -> ShardingSection:
-    """How weights are cut over the fsdp axis. Muon updates whole matrices, so ``auto`` leaves them whole."""
-    if run.optimizer.name == "muon" and run.sharding.pieces == "auto":
-        return run.sharding.model_copy(update={"pieces": "matrices"})
-    return run.sharding
 
 
 def initialized(

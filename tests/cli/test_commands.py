@@ -141,7 +141,7 @@ def test_python_m_fourfold():
         (
             ["verify", "--model", "tiny", "--layout", "fsdp2", "--pieces", "row", "--prefetch", "-1"],
             [
-                "pieces='row' is not a choice: use 'auto', 'matrices', 'rows' or 'flat'",
+                "pieces='row' is not a choice: use 'auto', 'blocks', 'matrices', 'rows' or 'flat'",
                 "prefetch=-1 is too small: use 0 or more",
             ],
         ),

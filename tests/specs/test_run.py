@@ -149,7 +149,7 @@ def test_every_mistake_in_one_error(load):
         "training.steps is missing (optimizer steps): give it a value",
         "training.batch=0 is too small: use 1 or more",
         "training.dtype='float16' is not a choice: use 'float32', 'bfloat16' or 'float64'",
-        "sharding.pieces='row' is not a choice: use 'auto', 'matrices', 'rows' or 'flat'",
+        "sharding.pieces='row' is not a choice: use 'auto', 'blocks', 'matrices', 'rows' or 'flat'",
         "sharding.prefetch=-1 is too small: use 0 or more",
         "sharding.accumulate='all' is not a choice: use 'pieces' or 'whole'",
         "optimizer.learning_rate is missing (the highest rate of the schedule): give it a value",

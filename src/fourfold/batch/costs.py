@@ -78,10 +78,10 @@ def batch_events(program: Program, *, rank: int, layout: Layout, units: Sequence
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of weights and gradients on one rank; optimizer state is ``states`` times ``owned``.
+    """Bytes of weights and gradients on one rank. AdamW's two moments are twice ``owned`` beside them.
 
     Attributes:
-        owned: the master weights of the rank's pieces.
+        owned: the master weights of the rank's trained pieces.
         rest: between steps, master weights, weights and gradients.
         peak: at most during a step.
     """
@@ -104,7 +104,7 @@ def held_bytes(program: Program, *, rank: int, units: Sequence[UnitSize], tempor
     placement = program.placement
     owned = rest = 0
     for unit in units:
-        owned += unit.piece * unit.master_bytes
+        owned += unit.piece * unit.master_bytes if unit.trained else 0
         masters_apart = placement.weights or unit.weight_bytes != unit.master_bytes
         rest += unit.piece * unit.master_bytes if masters_apart else 0
         rest += 0 if placement.weights else unit.numel * unit.weight_bytes
@@ -126,8 +126,7 @@ def held_bytes(program: Program, *, rank: int, units: Sequence[UnitSize], tempor
                 if units[index].trained:
                     gradients.setdefault(index, units[index].numel * units[index].master_bytes)
         elif action.kind is Kind.REDUCE and placement.optimizer:
-            if placement.gradients:
-                reducing.clear()
+            reducing.clear()
             unit = units[action.unit]
             reducing[action.unit] = gradients.pop(action.unit, 0)
             if temporary:

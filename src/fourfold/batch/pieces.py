@@ -40,8 +40,8 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     Args:
         units: the parameters of each unit with their shapes, in model order.
         ranks: of the fsdp axis.
-        how: ``matrices``, ``rows``, ``flat``, or ``auto``: matrices whole, but units that are mostly one
-            matrix by rows (embedding, head), and all by rows where whole matrices do not balance.
+        how: ``matrices``, ``rows`` or ``flat``; ``blocks``: matrices whole, but units that are mostly one
+            matrix by rows (embedding, head); ``auto``: as ``blocks`` where that balances, else all by rows.
     """
     if how == "flat" or ranks == 1:
         return [_flat(shapes, ranks) for shapes in units]
@@ -57,7 +57,9 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     pieces = [_rows(shapes, ranks) for shapes in units]
     for index, chosen in zip(whole, _matrices([units[i] for i in whole], ranks), strict=True):
         pieces[index] = chosen
-    return pieces if balance(pieces) <= BALANCED else cut(units, ranks=ranks, how="rows")
+    if how == "blocks" or balance(pieces) <= BALANCED:
+        return pieces
+    return cut(units, ranks=ranks, how="rows")
 
 
 def balance(pieces: Iterable[Pieces]) -> float:

@@ -10,7 +10,7 @@ backward of the segments below.
 microbatches are in (adding some only later would leave the replicas apart). That ALLREDUCE follows the *next*
 unit's REDUCE, at which its own has been waited for anyway.
 
-[Note: one reduction in flight] Where gradients are sharded, a REDUCE waits for the one before it and releases
+[Note: one reduction in flight] Where pieces have owners, a REDUCE waits for the one before it and releases
 that one's buffer. So a rank holds the whole gradients of two units at most: one being summed, one being
 computed.
 """

@@ -136,17 +136,7 @@ class Unit:
             parameter.grad = slot.view(self.gradient)
         for module, attribute in sites:
             setattr(module, attribute, parameter)
-            if self.placement.weights:
-                module.register_forward_pre_hook(self._check_present)
         return parameter
-
-    def _check_present(self, _module: nn.Module, _arguments: object) -> None:
-        """Refuse to compute on freed weights, which would read memory that is no longer there."""
-        if not self.is_present:
-            raise RuntimeError(
-                f"the weights of {self.name} are not on this rank: between its uses in a step a sharded unit "
-                "holds a piece only; call ParallelModel.gather_ on all ranks to use the model outside a step"
-            )
 
     def _owned(self) -> Iterator[Owned]:
         for slot in self.slots:

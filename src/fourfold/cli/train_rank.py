@@ -104,14 +104,19 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
                 rank.on_first("drawing how the run went", draw_pictures)
             raise
     weights = whole_weights(model, keep=rank.is_first)
+
+    def save() -> None:
+        assert folder is not None
+        step = run.training.steps
+        save_checkpoint(folder / CHECKPOINT, weights=weights, spec=model_spec, step=step, tokenizer=files)
+
+    rank.on_first("writing the checkpoint", save)
+    weights.clear()
     if run.sample.tokens:
         model.gather_()
     if reporter is None:
         return
     assert folder is not None
-    save_checkpoint(
-        folder / CHECKPOINT, weights=weights, spec=model_spec, step=run.training.steps, tokenizer=files
-    )
     draw_pictures()
     _draw_program(model, reporter, folder)
     _tell(reporter, folder, unigram)

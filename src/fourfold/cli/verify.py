@@ -45,7 +45,7 @@ def verify(
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: 64.")] = None,
     pieces: Annotated[
-        str | None, typer.Option(help="What a rank of fsdp owns: auto, matrices, rows or flat.")
+        str | None, typer.Option(help="What a rank of fsdp owns: auto, blocks, matrices, rows or flat.")
     ] = None,
     prefetch: Annotated[int | None, typer.Option(help="Segments gathered ahead of their use.")] = None,
     accumulate: Annotated[
@@ -143,6 +143,10 @@ def _trial(
         for name, value in counts.items()
         if value is not None and value < 1
     ]
+    try:
+        ShardingSection.model_validate(sharding)
+    except UserError as error:
+        problems += [f"--{message}" for message in error.messages]
     if problems:
         raise UserError(*problems)
     if run_file is not None:
@@ -157,7 +161,7 @@ def _trial(
             sequence_length=sequence or run.data.sequence_length,
             steps=steps,
             dtype=dtype,
-            sharding=ShardingSection.model_validate(run.sharding.model_dump() | sharding),
+            sharding=ShardingSection.model_validate(run.resolved_sharding.model_dump() | sharding),
             seed=run.seed,
         )
     assert model is not None

@@ -21,7 +21,7 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         program: a program over segments, or a schedule over stages.
         max_in_flight: the most (segment, microbatch) activations that a rank may hold at once.
     """
-    problems = [*_placement(program), *_completeness(program)]
+    problems = [*_places(program), *_completeness(program)]
     if any(action.kind not in COMPUTE for _, action in program.actions()):  # else a schedule
         problems += _sums(program)
         if program.placement.optimizer:
@@ -33,7 +33,7 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         raise UserError(*problems)
 
 
-def _placement(program: Program) -> list[str]:
+def _places(program: Program) -> list[str]:
     problems = []
     for rank, action in program.actions():
         if action.kind in COMPUTE:

@@ -90,7 +90,7 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
                     break
                 lane = link_free if action.kind in COMMUNICATION else compute_free
                 # The rank itself waits: see [Note: one reduction in flight], and to add up what it reduced.
-                if action.kind is Kind.REDUCE and program.placement.gradients:
+                if action.kind is Kind.REDUCE and program.placement.optimizer:
                     compute_free[rank] = max(compute_free[rank], reduced[rank])
                 elif action.kind is Kind.ALL_REDUCE:
                     compute_free[rank] = max([compute_free[rank], *(ends[key] for key in keys)])

@@ -220,11 +220,15 @@ def _ranks(count: int) -> str:
 
 def _unknown_placement(degree: str, option: str) -> str:
     named = [name for name in PLACEMENTS if name]
+    written = f"fsdp{degree}" if degree.isdigit() else "fsdp4"
+    hint = nearest(option, named) if option != "zero3" else f" ZeRO-3 is written {written}."
     return (
-        f"option '{option}' of fsdp does not exist.{nearest(option, named)} "
-        f"Use {choices([f'fsdp{degree}:{name}' for name in named])}, or fsdp{degree} to cut the weights too"
+        f"option '{option}' of fsdp does not exist.{hint} "
+        f"Use {choices([f'{written}:{name}' for name in named])}, or {written} to cut the weights too"
     )
 
 
 def _unknown_axis(axis: str) -> str:
+    if axis == "zero":
+        return "axis 'zero' does not exist: ZeRO-1 is written fsdp4:zero1, ZeRO-2 fsdp4:zero2, ZeRO-3 fsdp4"
     return f"axis '{axis}' does not exist.{nearest(axis, AXES)} Axes: {', '.join(AXES)}"

@@ -123,10 +123,10 @@ class TrainingSection(Spec):
 class ShardingSection(Spec):
     """[sharding]: how weights and their companions are cut over the fsdp axis."""
 
-    pieces: Literal["auto", "matrices", "rows", "flat"] = Field(
+    pieces: Literal["auto", "blocks", "matrices", "rows", "flat"] = Field(
         default="auto",
-        description="what a rank owns: whole matrices, whole rows, or equal runs of elements; "
-        "auto: matrices where they balance, else rows; matrices for muon",
+        description="what a rank owns: whole matrices, whole rows, or equal runs of elements; blocks: "
+        "matrices whole, embedding and head by rows; auto: blocks where that balances or for muon, else rows",
     )
     prefetch: Count = Field(default=1, description="segments that are gathered ahead of their use")
     accumulate: Literal["pieces", "whole"] = Field(
@@ -237,6 +237,13 @@ class RunSpec(Spec):
                 values[section] = {key: value for key, value in values[section].items() if key in keys}
         return values, problems
 
+    @property
+    def resolved_sharding(self) -> ShardingSection:
+        """How weights are cut. Muon updates whole matrices, so for it ``auto`` means ``blocks``."""
+        if self.optimizer.name == "muon" and self.sharding.pieces == "auto":
+            return self.sharding.model_copy(update={"pieces": "blocks"})
+        return self.sharding
+
     def inconsistencies(self) -> list[str]:
         """Return the problems between sections."""
         problems = []
@@ -253,7 +260,7 @@ class RunSpec(Spec):
         ):
             problems.append(
                 f"sharding.pieces='{self.sharding.pieces}' cuts matrices over fsdp={self.layout.fsdp} "
-                "(Batch axis), and optimizer.name='muon' needs them whole: use sharding.pieces='matrices' or "
+                "(Batch axis), and optimizer.name='muon' needs them whole: use sharding.pieces='blocks' or "
                 "'auto', or optimizer.name='adamw'"
             )
         return problems
