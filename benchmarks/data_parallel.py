@@ -10,9 +10,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.contestants import Ddp, Ours, Plain
-from benchmarks.report import Row, arguments, show
+from benchmarks.report import Row, run
 from benchmarks.teams import Build, interleaved
-from benchmarks.workloads import MODEL, WORKLOADS, Workload
+from benchmarks.workloads import MODEL, Workload
 from fourfold.batch.costs import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.traffic import Event, sent_bytes
 
@@ -54,16 +54,5 @@ def formula_bytes(ranks: int) -> float:
     return sum(sent_bytes(message, ranks) for message in messages)
 
 
-def main() -> None:
-    options = arguments(__doc__, ranks=(1, 2, 4))
-    rows = [
-        row
-        for name in options.workloads
-        for ranks in options.ranks
-        for row in measure(WORKLOADS[name], ranks, rounds=options.rounds)
-    ]
-    show(rows, json=options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, ranks=(1, 2, 4))

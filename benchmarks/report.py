@@ -2,7 +2,7 @@
 
 import argparse
 import json as json_module
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -89,6 +89,29 @@ def arguments(description: str | None, *, ranks: Sequence[int]) -> Options:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     given = parser.parse_args()
     return Options(given.workload or list(WORKLOADS), given.ranks or list(ranks), given.rounds, given.json)
+
+
+def run(
+    description: str | None,
+    measure: Callable[..., list[Row]],
+    *,
+    ranks: Sequence[int],
+) -> None:
+    """Read the command line, measure what it asks for, and print the rows.
+
+    Args:
+        description: the benchmark's own.
+        measure: called as ``measure(workload, ranks, rounds=...)``.
+        ranks: numbers of ranks to choose from.
+    """
+    options = arguments(description, ranks=ranks)
+    rows = [
+        row
+        for name in options.workloads
+        for count in options.ranks
+        for row in measure(WORKLOADS[name], count, rounds=options.rounds)
+    ]
+    show(rows, json=options.json)
 
 
 def show(rows: Sequence[Row], *, json: bool) -> None:

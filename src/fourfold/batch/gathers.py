@@ -5,6 +5,9 @@ weights present. Each use of a unit (the forward or the backward of a segment on
 GATHER stands ``prefetch`` compute actions before it, so that it runs while those compute. Where weights are
 sharded, FREE stands right after the use. So a rank holds the weights of ``prefetch + 1`` units at once.
 
+(That is for the order of one stage, forwards up and backwards down, and units of one user; a tied embedding
+comes on top.)
+
 A unit that is needed again soon is kept instead: where no more than ``prefetch`` compute actions lie between
 the FREE and the next GATHER, the places in that bound would stand empty. At the turn from forward to backward
 this keeps the last segment and, with a prefetch of 1, the one before it; between two microbatches the first
