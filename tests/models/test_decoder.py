@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fourfold.flops import attended_pairs, model_flops
-from fourfold.initialize import initialize_
+from fourfold.initialize import initialize_, whole
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.models.norm import RMSNorm
 from fourfold.specs import ModelSpec
@@ -19,7 +19,7 @@ NAMES = ["tiny", "tiny-qwen2", "tiny-qwen3"]
 def decoder(spec, dtype=torch.float64):
     """A model in which every parameter matters: no zero biases, no norm weights of 1."""
     model = Decoder(spec).double()
-    initialize_(dict(model.named_parameters()), model, seed=0, std=0.2)
+    initialize_(whole(dict(model.named_parameters())), model, seed=0, std=0.2)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
@@ -116,7 +116,7 @@ def test_a_model_from_the_meta_device_is_the_same_model(name, monkeypatch):
     spec = ModelSpec.preset(name)
     batch = pack(((7, 5),), spec.vocab_size)
     direct = Decoder(spec)
-    initialize_(dict(direct.named_parameters()), direct, seed=3, std=0.2)
+    initialize_(whole(dict(direct.named_parameters())), direct, seed=3, std=0.2)
     with torch.device("meta"):
         model = Decoder(spec)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -131,7 +131,7 @@ def test_a_model_from_the_meta_device_is_the_same_model(name, monkeypatch):
         with pytest.raises(RuntimeError, match="not tied any more"):
             model(batch)
         model.lm_head.weight = model.model.embed_tokens.weight
-    initialize_(dict(model.named_parameters()), model, seed=3, std=0.2)
+    initialize_(whole(dict(model.named_parameters())), model, seed=3, std=0.2)
     assert torch.equal(model(batch), direct(batch))
 
 

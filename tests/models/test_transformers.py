@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fourfold.initialize import initialize_
+from fourfold.initialize import initialize_, whole
 from fourfold.models import Decoder
 from fourfold.models.rope import attention_factor, inverse_frequencies
 from fourfold.specs import ModelSpec, RopeScaling
@@ -112,7 +112,7 @@ def test_logits_and_gradients(family, fields):
 def test_weights_go_both_ways_bitwise(fields):
     spec = spec_of(**fields)
     model, theirs = Decoder(spec), oracle(spec)
-    initialize_(dict(model.named_parameters()), model, seed=1, std=0.3)
+    initialize_(whole(dict(model.named_parameters())), model, seed=1, std=0.3)
     sent = {name: value.clone() for name, value in model.state_dict().items()}
     theirs.load_state_dict(sent, strict=True)
     back = Decoder(spec)
