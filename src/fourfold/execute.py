@@ -248,10 +248,13 @@ class Executor:
     def _reduce(self, state: _Step, action: Action) -> None:
         unit = self._units[action.unit]
         if unit.placement.optimizer:  # [Note: one reduction in flight]
-            for index in list(state.reductions):
-                self._finish_reduction(state, index)
+            self._finish_reductions(state)
         self._weight_gradients.finish_(unit.parameters)
         state.reductions[action.unit] = self._start(state, action, unit.reduce)
+
+    def _finish_reductions(self, state: _Step) -> None:
+        for index in list(state.reductions):
+            self._finish_reduction(state, index)
 
     def _finish_reduction(self, state: _Step, index: int) -> None:
         if pending := state.reductions.pop(index, None):
@@ -276,8 +279,7 @@ class Executor:
         return pending
 
     def _update(self, state: _Step, action: Action) -> None:
-        for index in list(state.reductions):
-            self._finish_reduction(state, index)
+        self._finish_reductions(state)
         while state.others:
             pending = state.others.pop()
             pending.wait()

@@ -83,13 +83,10 @@ class ParallelModel:
             if unit.is_trained:
                 yield from unit.named(unit.whole(unit.summed))
 
-    @torch.no_grad()
     def load_(self, weights: Mapping[str, Tensor]) -> None:
         """Set the master weights, and with them the weights that computation reads."""
         for unit in self.units:
-            for owned in unit.owned:
-                part = unit.master[owned.part]
-                part.copy_(weights[owned.name].flatten()[owned.first : owned.first + len(part)])
+            unit.load_(weights.__getitem__)
         self.publish_()
 
     def publish_(self) -> None:

@@ -25,21 +25,22 @@ after the last backward. It leaves a rank only its pieces, so the next step gath
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.autograd_segment import differentiable_inputs, run_as_node
-from fourfold.batch.unit_groups import Initialize, UnitGroup, fill_, refuse_without_weights, unit_groups
+from fourfold.batch.unit_groups import Initialize, UnitGroup, refuse_without_weights, unit_groups
 from fourfold.batch.units import Unit
 from fourfold.collectives import Pending
 from fourfold.errors import UserError, choices
 from fourfold.mesh import Mesh
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
+from fourfold.specs import ShardingSection
 
-PIECES = ("auto", "blocks", "matrices", "rows", "flat")
+PIECES = get_args(ShardingSection.model_fields["pieces"].annotation)
 BUILD = "build it from parameters() of what fourfold.shard returns"
 UNSUMMED = "gradients are not summed: call reduce_gradients() after the last backward of a step"
 
@@ -166,7 +167,7 @@ class ShardedModule:
         rest = {name: state[name] for name, here in names.items() if name in state}
         for unit in self.units:
             of_name = dict(zip((slot.name for slot in unit.slots), unit.parameters, strict=True))
-            fill_(unit, lambda name, of_name=of_name: values[id(of_name[name])])  # type: ignore[misc]
+            unit.load_(lambda name, of_name=of_name: values[id(of_name[name])])  # type: ignore[misc]
             here = {id(parameter) for parameter in unit.parameters}
             rest = {name: value for name, value in rest.items() if id(names[name]) not in here}
         self._reads_names = True

@@ -153,23 +153,12 @@ def unit_groups(
         )
         groups[index].units.append(unit)
         if initialize is None:
-            fill_(unit, lambda name, values=values: _of_first_rank(values[name], mesh))  # type: ignore[misc]
+            unit.load_(lambda name, values=values: _of_first_rank(values[name], mesh))  # type: ignore[misc]
         else:
             for owned in unit.owned:
                 initialize(owned.name, owned.first, unit.master[owned.part])
     _settle_buffers(module, mesh, initialize)
     return groups
-
-
-@torch.no_grad()
-def fill_(unit: Unit, value_of: Callable[[str], Tensor]) -> None:
-    """Set a rank's pieces of a unit from whole parameters, each asked for once, on every rank."""
-    for slot in unit.slots:
-        value = value_of(slot.name)
-        for owned in unit.owned:
-            if owned.name == slot.name:
-                part = unit.master[owned.part]
-                part.copy_(value.flatten()[owned.first : owned.first + len(part)])
 
 
 def _block_names(module: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:

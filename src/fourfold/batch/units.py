@@ -7,7 +7,7 @@ needed its
 *storage* is resized to nothing and back; the views stay.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fourfold.batch.costs import UnitSize
 from fourfold.batch.pieces import Pieces
 from fourfold.collectives import Pending, all_gather, all_reduce_, reduce_scatter
+from fourfold.collectives.recorder import dtype_name
 from fourfold.mesh import Axis
 from fourfold.specs.placement import Placement
 
@@ -153,9 +154,9 @@ class Unit:
         return UnitSize(
             self.counts,
             self._shards.rank,
-            str(weight).removeprefix("torch."),
+            dtype_name(weight),
             weight.itemsize,
-            str(master).removeprefix("torch."),
+            dtype_name(master),
             master.itemsize,
             self.is_trained,
         )
@@ -176,6 +177,16 @@ class Unit:
     def whole(self, piece: Tensor) -> Tensor:
         """Return the whole flat buffer of which every rank holds a piece; all ranks of the axis call it."""
         return piece if self._shards.size == 1 else all_gather(piece, self._shards, counts=self._uneven)
+
+    @torch.no_grad()
+    def load_(self, value_of: Callable[[str], Tensor]) -> None:
+        """Set this rank's master piece from whole parameters, each asked for once by name, on every rank."""
+        for slot in self.slots:
+            value = value_of(slot.name)
+            for owned in self.owned:
+                if owned.name == slot.name:
+                    part = self.master[owned.part]
+                    part.copy_(value.flatten()[owned.first : owned.first + len(part)])
 
     @property
     def is_present(self) -> bool:
