@@ -8,14 +8,19 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workloads import MODEL, Workload
+from fourfold.flops import forward_flops
 from fourfold.initialize import initialize_, whole
+from fourfold.layer.split import split
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
+from fourfold.models.decoder import DecoderLayer
+from fourfold.models.loss import cross_entropy_sum
 from fourfold.models.norm import RMSNorm
 from fourfold.specs import Layout, OptimizerSection, RunSpec
 from fourfold.training import Trainer
@@ -34,19 +39,19 @@ class Contestant(Protocol):
 class Ours:
     """The training loop of `fourfold train`: norm of the gradient, learning rate and reports included."""
 
-    def __init__(self, workload: Workload, layout: str):
+    def __init__(self, workload: Workload, layout: str, *, microbatches: int = 1):
         mesh = Mesh(Layout.parse(layout), "cpu")
         run = RunSpec.model_validate(
             {
                 "layout": layout,
                 "model": MODEL.model_dump(exclude_none=True),
                 "data": {"sequence_length": workload.sequence_length},
-                "training": {"steps": 1000, "batch": workload.batch},
+                "training": {"steps": 1000, "batch": workload.batch, "microbatches": microbatches},
                 "optimizer": SPEC,
             }
         )
         self.trainer = Trainer(run, MODEL, mesh, data=workload)
-        self.tokens_of_a_rank = workload.batch * workload.sequence_length / mesh.data.size
+        self.tokens_of_a_rank = workload.tokens / mesh.world_size
 
     def step(self, k: int) -> float:
         return self.trainer.step(k).loss * self.tokens_of_a_rank
@@ -111,6 +116,84 @@ class Fsdp2(Plain):
         return super().step(k) / self.ranks
 
 
+class TorchPipeline:
+    """PyTorch's own pipeline: ``torch.distributed.pipelining`` with one of its schedules.
+
+    The stages are ours, cut at the same layers; norm and loss are our kernels or PyTorch's own.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        ranks: int,
+        *,
+        schedule: str,
+        microbatches: int,
+        own_decoder: bool,
+    ):
+        kind = getattr(pipelining, schedule)
+        is_single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
+        is_v = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        count = ranks if is_single else 2 * ranks
+        model = _decoder() if own_decoder else with_torch_norms_(_decoder())
+        loss = cross_entropy_sum if own_decoder else _torch_cross_entropy_sum
+        counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=count)
+        mine = [rank] if is_single else [rank, count - 1 - rank if is_v else rank + ranks]
+        stages = [
+            pipelining.PipelineStage(_Stage(model, counts, index), index, count, torch.device("cpu"))
+            for index in mine
+        ]
+        self.workload, self.rank = workload, rank
+        self.is_first, self.is_last = 0 in mine, count - 1 in mine
+        self.pipeline = kind(
+            stages[0] if is_single else stages,
+            n_microbatches=microbatches,
+            loss_fn=lambda logits_BSV, labels_BS: loss(logits_BSV, labels_BS) / workload.tokens,
+            scale_grads=False,
+        )
+        self.optimizer = _adamw(nn.ModuleList(stage.submod for stage in stages))
+
+    def step(self, k: int) -> float:
+        batch = self.workload.rows(k, self.workload.batch, range(self.workload.batch))
+        losses: list[Tensor] = []
+        inputs = (batch.input_ids_BS,) if self.is_first else ()
+        target = {"target": batch.labels_BS, "losses": losses} if self.is_last else {}
+        self.pipeline.step(*inputs, return_outputs=False, **target)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(sum(loss.detach() for loss in losses)) * self.workload.tokens
+
+
+class _Stage(nn.Module):
+    """Some neighbouring segments of the decoder: tokens or activations in, activations or logits out."""
+
+    def __init__(self, model: Decoder, counts: list[int], index: int):
+        super().__init__()
+        first, stop = sum(counts[:index]), sum(counts[: index + 1])
+        segments = [
+            model.model.embed_tokens,
+            *model.model.layers,
+            nn.Sequential(model.model.norm, model.lm_head),
+        ]
+        self.segments = nn.ModuleList(segments[first:stop])
+        self.rotary = model.rotary
+        self.batches: dict[torch.Size, Microbatch] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape[:2]
+        if shape not in self.batches:
+            positions = torch.arange(shape[1]).expand(shape)
+            self.batches[shape] = Microbatch(positions, positions, positions, ((shape[1],),) * shape[0])
+        batch = self.batches[shape]
+        for segment in self.segments:
+            if isinstance(segment, DecoderLayer):
+                x = segment(x, *self.rotary(batch, x.dtype), batch.documents)
+            else:
+                x = segment(x)
+        return x
+
+
 class _Loss(nn.Module):
     """The model with its loss, scaled, as DDP wants it: one forward."""
 
@@ -128,19 +211,26 @@ class _PyTorchLoss(nn.Module):
 
     def __init__(self, model: Decoder, scale: float):
         super().__init__()
-        self.model = model
+        self.model = with_torch_norms_(model)
         self.scale = scale
-        for parent in list(model.modules()):
-            for name, norm in list(parent.named_children()):
-                if isinstance(norm, RMSNorm):
-                    plain = nn.RMSNorm(norm.weight.shape, eps=norm.eps)
-                    plain.weight = norm.weight
-                    setattr(parent, name, plain)
 
     def forward(self, batch: Microbatch) -> Tensor:
-        logits_BSV = self.model(batch)
-        loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten(), reduction="sum")
-        return loss * self.scale
+        return _torch_cross_entropy_sum(self.model(batch), batch.labels_BS) * self.scale
+
+
+def with_torch_norms_(model: Decoder) -> Decoder:
+    """Put `torch.nn.RMSNorm` in place of our norms, with the same weights; return the model."""
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, RMSNorm):
+                plain = nn.RMSNorm(norm.weight.shape, eps=norm.eps)
+                plain.weight = norm.weight
+                setattr(parent, name, plain)
+    return model
+
+
+def _torch_cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
 
 
 def _decoder() -> Decoder:

@@ -13,7 +13,7 @@ from benchmarks.contestants import Ddp, Ours, Plain
 from benchmarks.report import Row, run
 from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import MODEL, Workload
-from fourfold.batch.costs import SCALAR_BYTES, SCALAR_DTYPE
+from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.traffic import Event, sent_bytes
 
 

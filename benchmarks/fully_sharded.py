@@ -13,7 +13,7 @@ from benchmarks.contestants import Ddp, Fsdp2, Ours, Plain
 from benchmarks.report import Row, run
 from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import MODEL, Workload
-from fourfold.batch.costs import SCALAR_BYTES, SCALAR_DTYPE
+from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.traffic import Event, sent_bytes
 
 LAYOUTS = ("fsdp{}", "fsdp{}:zero2", "fsdp{}:zero1")
@@ -50,7 +50,7 @@ def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
 def formula_bytes(ranks: int, layout: str) -> float:
     """The textbook's: weights once or twice, gradients once, in float32; and two scalars.
 
-    `fourfold.batch.costs.batch_events` predicts less for FSDP, and exactly: the backward of the embedding
+    `fourfold.events.step_events` predicts less for FSDP, and exactly: the backward of the embedding
     needs no weights, and the last unit stays at the turn.
     """
     weights = 4 * MODEL.num_parameters

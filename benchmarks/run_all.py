@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ["data_parallel.py", "fully_sharded.py"]
+BENCHMARKS = ["data_parallel.py", "fully_sharded.py", "pipeline.py"]
 
 
 def main() -> None:

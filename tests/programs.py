@@ -1,6 +1,7 @@
 """Programs of small steps, for tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fourfold.build import Sharding, UnitUse, build
 from fourfold.layer.schedules import one_forward_one_backward
@@ -30,12 +31,17 @@ def one_stage(
     units: Sequence[UnitUse] | None = None,
     sharding: Sharding = REPLICAS,
     lookups: frozenset[int] = frozenset(),
+    replicated: bool = False,
 ) -> Program:
-    """The checked program of a step on one pipeline rank, with a unit for each segment."""
+    """The checked program of a step on one pipeline rank, with a unit for each segment.
+
+    With ``replicated``, other ranks hold the pieces of every unit as well.
+    """
+    units = own_units(segments) if units is None else units
     return build(
-        one_forward_one_backward(stages=1, microbatches=microbatches),
+        one_forward_one_backward(ranks=1, microbatches=microbatches),
         segments_of_stage=[segments],
-        units=own_units(segments) if units is None else units,
+        units=[replace(unit, replicated=replicated or unit.replicated) for unit in units],
         sharding=sharding,
         lookups=lookups,
     )

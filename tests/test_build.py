@@ -26,7 +26,7 @@ def schedule_of(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int
 
 
 def test_forwards_go_up_and_backwards_down() -> None:
-    program = expanded(one_forward_one_backward(stages=1, microbatches=2), segments_of_stage=[3])
+    program = expanded(one_forward_one_backward(ranks=1, microbatches=2), segments_of_stage=[3])
     assert text(program) == ["0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"]
     assert program.rank_of_segment == (0, 0, 0)
     assert program.microbatches == 2
@@ -34,7 +34,7 @@ def test_forwards_go_up_and_backwards_down() -> None:
 
 def test_stages_of_unequal_size() -> None:
     """Stages of 1, 3 and 2 segments: segments are counted through, each on the rank of its stage."""
-    program = expanded(gpipe(stages=3, microbatches=1), segments_of_stage=[1, 3, 2])
+    program = expanded(gpipe(ranks=3, microbatches=1), segments_of_stage=[1, 3, 2])
     assert text(program) == ["0F0 0B0", "1F0 2F0 3F0 3B0 2B0 1B0", "4F0 5F0 5B0 4B0"]
     assert program.rank_of_segment == (0, 1, 1, 1, 2, 2)
     check(program)
@@ -53,45 +53,52 @@ def test_two_stages_on_a_rank() -> None:
     program = build(schedule, segments_of_stage=[2, 1, 1, 2], units=own_units(6), sharding=REPLICAS)
     assert program.rank_of_segment == (0, 0, 1, 0, 1, 1)
     assert text(program) == [
-        "0F0 1F0 3F0 3B0 3REDUCE 1B0 1REDUCE 0B0 0REDUCE UPDATE",
-        "2F0 4F0 5F0 LOSS 5B0 5REDUCE 4B0 4REDUCE 2B0 2REDUCE UPDATE",
+        "0F0 3RECV_F0 1F0 1SEND_F0 3RECV_B0 3F0 3SEND_F0 LOSS 1RECV_B0 3B0 3SEND_B0 3REDUCE 1B0 1REDUCE "
+        "0B0 0REDUCE UPDATE",
+        "2RECV_F0 4RECV_F0 2F0 2SEND_F0 4F0 5F0 LOSS 5B0 5REDUCE 2RECV_B0 4B0 4SEND_B0 4REDUCE "
+        "2B0 2SEND_B0 2REDUCE UPDATE",
     ]
 
 
 def test_build_over_two_stages() -> None:
-    """1F1B with two microbatches: only the last stage knows the loss, each stage reduces its own units."""
+    """1F1B with two microbatches: both ranks take part in the loss, each stage reduces its own units.
+
+    What is sent leaves right after it is made, and is received behind the action before it is needed.
+    """
     program = build(
-        one_forward_one_backward(stages=2, microbatches=2),
+        one_forward_one_backward(ranks=2, microbatches=2),
         segments_of_stage=[2, 1],
         units=own_units(3),
         sharding=REPLICAS,
     )
     assert text(program) == [
-        "0F0 1F0 0F1 1F1 1B0 0B0 1B1 1REDUCE 0B1 0REDUCE UPDATE",
-        "2F0 2B0 2F1 LOSS 2B1 2REDUCE UPDATE",
+        "0F0 1F0 1SEND_F0 0F1 1RECV_B0 1F1 1SEND_F1 LOSS 1B0 1RECV_B1 0B0 1B1 1REDUCE 0B1 0REDUCE UPDATE",
+        "2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 LOSS 2B1 2SEND_B1 2REDUCE UPDATE",
     ]
 
 
 def test_a_tied_head_on_another_stage_is_reduced_on_both() -> None:
     program = build(
-        one_forward_one_backward(stages=2, microbatches=1),
+        one_forward_one_backward(ranks=2, microbatches=1),
         segments_of_stage=[2, 1],
         units=units_with_users((0, 2), (1,), (2,)),
         sharding=REPLICAS,
     )
     assert text(program) == [
-        "0F0 1F0 1B0 1REDUCE 0B0 0REDUCE UPDATE",
-        "2F0 LOSS 2B0 0REDUCE 2REDUCE UPDATE",
+        "0F0 1RECV_B0 1F0 1SEND_F0 LOSS 1B0 1REDUCE 0B0 0REDUCE UPDATE",
+        "2RECV_F0 2F0 LOSS 2B0 2SEND_B0 0REDUCE 2REDUCE UPDATE",
     ]
 
 
 def test_every_segment_of_every_size() -> None:
-    """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, every unit reduced once."""
+    """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, every unit reduced once, and
+    a message each way between neighbours.
+    """
     for schedule in (gpipe, one_forward_one_backward):
         for sizes in ([1], [3], [1, 2], [3, 1], [2, 1, 3], [1, 1, 2, 3]):
             for microbatches in (1, 2, 5):
                 program = build(
-                    schedule(stages=len(sizes), microbatches=microbatches),
+                    schedule(ranks=len(sizes), microbatches=microbatches),
                     segments_of_stage=sizes,
                     units=own_units(sum(sizes)),
                     sharding=REPLICAS,
@@ -101,11 +108,16 @@ def test_every_segment_of_every_size() -> None:
                     (Kind.FORWARD, sum(sizes) * microbatches),
                     (Kind.BACKWARD, sum(sizes) * microbatches),
                     (Kind.REDUCE, sum(sizes)),
-                    (Kind.LOSS, 1),
+                    (Kind.SEND_ACTIVATION, (len(sizes) - 1) * microbatches),
+                    (Kind.RECV_ACTIVATION, (len(sizes) - 1) * microbatches),
+                    (Kind.SEND_GRADIENT, (len(sizes) - 1) * microbatches),
+                    (Kind.RECV_GRADIENT, (len(sizes) - 1) * microbatches),
+                    (Kind.LOSS, len(sizes)),
                     (Kind.UPDATE, len(sizes)),
                 ):
                     assert sum(action.kind is kind for action in actions) == count
-                assert len(set(actions)) == len(actions) - (len(sizes) - 1)  # UPDATE stands on every rank
+                # LOSS and UPDATE stand on every rank.
+                assert len(set(actions)) == len(actions) - 2 * (len(sizes) - 1)
 
 
 def test_build_refuses_a_schedule_that_cannot_run() -> None:
@@ -117,7 +129,7 @@ def test_build_refuses_a_schedule_that_cannot_run() -> None:
 def test_sizes_must_be_those_of_the_stages() -> None:
     for sizes in ([2], [2, 1, 1]):
         with pytest.raises((ValueError, IndexError)):
-            expanded(gpipe(stages=2, microbatches=1), segments_of_stage=sizes)
+            expanded(gpipe(ranks=2, microbatches=1), segments_of_stage=sizes)
 
 
 def test_evaluation_is_forwards_only() -> None:
@@ -156,6 +168,10 @@ def test_a_weight_gradient_reads_no_weights() -> None:
 
 def test_pieces_without_replicas_and_whole_optimizers_are_summed_once() -> None:
     """Only where optimizer state is cut is a sum over replicas a step of its own."""
-    assert "ALLREDUCE" not in written(one_stage(2, 1, sharding=Sharding(REPLICATED, replicas=True)))
+    assert "ALLREDUCE" not in written(one_stage(2, 1, sharding=Sharding(REPLICATED), replicated=True))
     assert "ALLREDUCE" not in written(one_stage(2, 1, sharding=Sharding(FSDP)))
-    assert written(one_stage(2, 1, sharding=Sharding(FSDP, replicas=True))).count("ALLREDUCE") == 2
+    assert written(one_stage(2, 1, sharding=Sharding(FSDP), replicated=True)).count("ALLREDUCE") == 2
+    units = [UnitUse((0,)), UnitUse((1,), replicated=True), UnitUse((2,))]
+    assert written(one_stage(3, 1, units=units, sharding=Sharding(ZERO2))).endswith(
+        "2REDUCE 1B0 1REDUCE 0B0 0REDUCE 1ALLREDUCE UPDATE"
+    )

@@ -3,9 +3,10 @@
 import pytest
 from torch import Tensor
 
-from fourfold.batch.costs import Held, batch_events, held_bytes
+from fourfold.batch.costs import Held, held_bytes
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
+from fourfold.events import step_events
 from fourfold.mesh import Mesh
 from fourfold.optimizer import gradient_norm
 from fourfold.parallel_model import ParallelModel
@@ -16,6 +17,7 @@ from fourfold.training import initialized, rank_batches
 from tests.ranks import RankPool
 
 BATCH = 24
+LENGTH = 16
 
 
 def on_a_rank(
@@ -32,13 +34,13 @@ def on_a_rank(
 
 
 def run_step(parallel: ParallelModel) -> None:
-    data = SyntheticDataset(parallel.model.spec.vocab_size, sequence_length=16, seed=0)
+    data = SyntheticDataset(parallel.model.spec.vocab_size, sequence_length=LENGTH, seed=0)
     batches = rank_batches(
         data, parallel.mesh, step=0, batch=BATCH, microbatches=parallel.program.microbatches
     )
 
     def update(_: Tensor) -> None:
-        gradient_norm(parallel.units, parallel.mesh.fsdp)
+        gradient_norm(parallel.counted_units, parallel.norm_axis)
 
     parallel.step(batches, valid_tokens=data.valid_tokens(0, BATCH), update=update)
 
@@ -50,13 +52,24 @@ def events_of_a_step(
     parallel = on_a_rank(layout, model, microbatches, dtype, sharding)
     with record() as events:
         run_step(parallel)
-    units = [unit.size for unit in parallel.units]
-    return list(events), batch_events(parallel.program, rank=0, layout=parallel.mesh.layout, units=units)
+    mesh, program = parallel.mesh, parallel.program
+    rows = BATCH // (mesh.data.size * microbatches)
+    itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    predicted = step_events(
+        program,
+        rank=mesh.pp.rank,
+        layout=mesh.layout,
+        units={number: unit.size for number, unit in parallel.units_by_number.items()},
+        activation_bytes=[rows * LENGTH * parallel.model.spec.hidden_size * itemsize] * microbatches,
+    )
+    return list(events), predicted
 
 
 LAYOUTS = [
     ("dp1", 2), ("dp2", 1), ("dp3", 2), ("dp4", 3),
     ("fsdp2", 1), ("fsdp3", 2), ("fsdp4", 3), ("fsdp4:zero1", 2), ("fsdp4:zero2", 2), ("dp2,fsdp2", 3),
+    ("pp2", 3), ("pp4", 2), ("pp2:interleaved2", 3), ("pp2,dp2", 2), ("pp2,fsdp2", 3), ("pp2:bfs2,fsdp2", 2),
+    ("pp2,fsdp2:zero1", 3),
 ]  # fmt: skip
 
 
@@ -69,7 +82,7 @@ def test_the_events_of_a_step_are_those_predicted(
     for pieces in ("auto", "flat") if "fsdp" in layout else ("auto",):
         sharding = ShardingSection(pieces=pieces)
         for recorded, predicted in ranks(
-            world_size, events_of_a_step, layout, "tiny", microbatches, dtype, sharding
+            world_size, events_of_a_step, layout, "tiny-qwen3", microbatches, dtype, sharding
         ):
             assert recorded == predicted
             assert len(recorded) == 0 if world_size == 1 else len(recorded) > 2
@@ -106,13 +119,12 @@ def test_what_sharding_sends(ranks: RankPool, layout: str, microbatches: int) ->
     needed again, and the first layer is kept.
     """
     spec = ModelSpec.preset("tiny")
-    assert spec.num_hidden_layers == 2
     sharding = ShardingSection(pieces="rows")
     recorded, _ = ranks(4, events_of_a_step, layout, "tiny", microbatches, "float32", sharding)[0]
     total = spec.num_parameters
     embedding = spec.vocab_size * spec.hidden_size
     head = embedding + spec.hidden_size
-    layer = (total - embedding - head) // 2
+    layer = (total - embedding - head) // spec.num_hidden_layers
     gathered = sum(event.bytes for event in recorded if event.op == "all_gather") // 4
     if "zero" in layout:
         assert gathered == total
@@ -156,13 +168,19 @@ def held_in_a_step(
     run_step(parallel)
     assert sum(unit.held_bytes for unit in parallel.units) == rest, "a step left something behind"
     predicted = held_bytes(
-        parallel.program, rank=0, units=[unit.size for unit in parallel.units], temporary=False
+        parallel.program,
+        rank=parallel.mesh.pp.rank,
+        units={number: unit.size for number, unit in parallel.units_by_number.items()},
+        temporary=False,
     )
     return rest, max(seen), predicted
 
 
 @pytest.mark.parametrize(("prefetch", "dtype"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16")])
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2", "fsdp2", "fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2", "pp2,fsdp2", "pp2:bfs2,fsdp2"],
+)
 def test_bytes_held_are_those_predicted(ranks: RankPool, layout: str, prefetch: int, dtype: str) -> None:
     for pieces, microbatches in (("auto", 1), ("flat", 2)):
         sharding = ShardingSection(pieces=pieces, prefetch=prefetch)

@@ -95,11 +95,11 @@ def program_of(
     schedule: Callable[..., Program] = one_forward_one_backward,
 ) -> Program:
     computed = expanded(
-        schedule(stages=1, microbatches=microbatches),
+        schedule(ranks=1, microbatches=microbatches),
         segments_of_stage=[parallel.program.num_segments],
     )
     ordered = replace(computed, ranks=(tuple(order(list(computed.ranks[0]))),), users=parallel.program.users)
-    program = with_reductions(ordered, every_microbatch=False, replicas=False)
+    program = with_reductions(ordered, every_microbatch=False)
     check(program)
     return program
 
@@ -219,7 +219,7 @@ def test_evaluation_is_the_loss_of_the_forwards_and_keeps_nothing() -> None:
     before = run(parallel, program_of(parallel, MICROBATCHES), batches)
     program = evaluation(parallel.program, microbatches=MICROBATCHES, sharding=REPLICAS)
     with counting_kept_bytes() as kept:
-        loss_sum = parallel.executor.evaluate(program.ranks[0], batches)
+        loss_sum = parallel.executor.evaluate(program, batches)
     assert kept.peak_bytes == 0
     assert loss_sum.dtype == torch.float64
     assert not loss_sum.requires_grad
@@ -319,7 +319,7 @@ def executor_of(
     mesh: Mesh,
     dtype: torch.dtype,
 ) -> tuple[Executor, Unit]:
-    """A model of one segment that is its own loss."""
+    """A model of one segment that is its own loss; its programs have one unit."""
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     unit = Unit(
@@ -338,11 +338,12 @@ def executor_of(
     weight_gradients.attach_(model)
     segment = Segment(Piece("all", (model,), loss_sum), weight_gradients)
     executor = Executor(
-        [segment],
-        [unit],
-        units_of_segment=[[0]],
+        one_stage(1, 1),
+        {0: segment},
+        {0: unit},
         weight_gradients=weight_gradients,
-        batch_axis=mesh.batch,
+        mesh=mesh,
+        activation=lambda _: pytest.fail("one segment receives nothing"),
     )
     return executor, unit
 
@@ -354,11 +355,10 @@ def mean_loss_and_gradient(
     model = OneWeight()
     executor, unit = executor_of(model, model.loss_sum, mesh=mesh, dtype=torch.float32)
     unit.master.fill_(1.0)
-    layout = mesh.layout
-    sharding = Sharding(layout.placement, replicas=layout.dp > 1)
+    sharding = Sharding(mesh.layout.placement)
     results = []
     for batches, count in zip(steps, valid_tokens, strict=True):
-        program = one_stage(1, len(batches), sharding=sharding)
+        program = one_stage(1, len(batches), sharding=sharding, replicated=mesh.layout.dp > 1)
         loss_sum = executor.step(program.ranks[0], batches, valid_tokens=count, update=nothing)
         results.append((float(loss_sum) / count, float(unit.whole(unit.summed)[0])))
     return results

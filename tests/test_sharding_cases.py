@@ -228,7 +228,12 @@ def step_with_frozen(model: str, layout: str, what: str) -> Frozen:
     batches = rank_batches(data, mesh, step=0, batch=12, microbatches=3)
     parallel.step(batches, valid_tokens=data.valid_tokens(0, 12), update=noted)
     parallel.evaluate(batches)
-    held = held_bytes(parallel.program, rank=0, units=[unit.size for unit in parallel.units], temporary=False)
+    held = held_bytes(
+        parallel.program,
+        rank=0,
+        units={n: u.size for n, u in parallel.units_by_number.items()},
+        temporary=False,
+    )
     return Frozen(
         gradients,
         masters_of(parallel),

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
+from fourfold.layer.transfers import with_transfers
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
 from fourfold.specs.placement import REPLICATED, Placement
@@ -13,10 +14,18 @@ from fourfold.specs.placement import REPLICATED, Placement
 
 @dataclass(frozen=True)
 class UnitUse:
-    """A unit of parameters: the segments that compute with it, and whether it is trained."""
+    """A unit of parameters.
+
+    Attributes:
+        users: the segments that compute with it.
+        trained: False for frozen parameters.
+        replicated: whether ranks besides those of the fsdp axis hold it: replicas of a sharded model, or the
+            pipeline ranks of both an embedding and the head that is tied to it.
+    """
 
     users: tuple[int, ...]
     trained: bool = True
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,13 +34,11 @@ class Sharding:
 
     Attributes:
         placement: what is cut over the fsdp axis.
-        replicas: whether each piece has several owners, on the dp axis.
         prefetch: how many compute actions ahead of its use a unit is gathered.
         keep: hold gathered weights and whole gradients over all microbatches of a step.
     """
 
     placement: Placement = REPLICATED
-    replicas: bool = False
     prefetch: int = 1
     keep: bool = False
 
@@ -59,27 +66,37 @@ def build(
         users=tuple(unit.users for unit in units),
         frozen=frozenset(index for index, unit in enumerate(units) if not unit.trained),
         lookups=lookups,
+        replicated=frozenset(index for index, unit in enumerate(units) if unit.replicated),
         placement=sharding.placement,
     )
     program = with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
-    program = with_reductions(
-        program,
-        every_microbatch=sharding.placement.gradients and not sharding.keep,
-        replicas=sharding.replicas and sharding.placement.optimizer,
-    )
+    program = with_reductions(program, every_microbatch=sharding.placement.gradients and not sharding.keep)
+    program = with_transfers(program)
     check(program)
     return program
 
 
 def evaluation(training: Program, *, microbatches: int, sharding: Sharding) -> Program:
-    """The program of an evaluation on one stage: forwards only, one microbatch after another."""
-    forwards = tuple(
-        Action(Kind.FORWARD, segment, m)
-        for m in range(microbatches)
-        for segment in range(training.num_segments)
-    )
-    program = replace(training, ranks=(forwards,), microbatches=microbatches)
-    return with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
+    """The program of an evaluation: forwards only.
+
+    As many microbatches as there are pipeline ranks go through one stage before the next one. The order is
+    part of one order of all ranks, so no rank can wait for another in a circle.
+    """
+    stages = _stages(training.rank_of_segment)
+    together = len(training.ranks)
+    ranks: list[list[Action]] = [[] for _ in training.ranks]
+    for first in range(0, microbatches, together):
+        for stage in stages:
+            for m in range(first, min(first + together, microbatches)):
+                ranks[training.rank_of_segment[stage[0]]] += [Action(Kind.FORWARD, s, m) for s in stage]
+    program = replace(training, ranks=tuple(map(tuple, ranks)), microbatches=microbatches)
+    return with_transfers(with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep))
+
+
+def _stages(rank_of_segment: Sequence[int]) -> list[range]:
+    """The segments of each stage: neighbours on one rank."""
+    starts = [0, *(s for s in range(1, len(rank_of_segment)) if rank_of_segment[s] != rank_of_segment[s - 1])]
+    return [range(*pair) for pair in pairwise([*starts, len(rank_of_segment)])]
 
 
 def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:

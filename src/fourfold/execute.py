@@ -1,7 +1,7 @@
 """Run a program: the interpreter."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,11 +9,14 @@ from torch import Tensor
 
 from fourfold.batch.units import Unit
 from fourfold.collectives import Pending, all_reduce_
-from fourfold.mesh import Axis
+from fourfold.layer.transfers import arrived
+from fourfold.layer.transport import Transport
+from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
-from fourfold.program.actions import Action, Kind
+from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.clock import Span
 from fourfold.segment import Segment
+from fourfold.specs import BATCH_AXES
 from fourfold.weight_gradients import WeightGradients
 
 
@@ -33,11 +36,18 @@ class Trace:
 
     The end of a collective is seen after the action during which it ended, or when it is waited for. On an
     accelerator the host runs ahead of the device and its clock says nothing of actions: there are no spans.
+
+    Args:
+        device: where the step runs.
+        rank: the pipeline rank that it is of.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int) -> None:
         self._on_host = device.type == "cpu"
+        self._rank = rank
         self._began = time.perf_counter()
+        self.began_at = time.time()
+        """By the clock on the wall, which ranks share."""
         self._open: list[tuple[Action, float, Pending]] = []
         self.spans: list[Span] = []
 
@@ -48,7 +58,7 @@ class Trace:
     def add(self, action: Action, start: float) -> None:
         """Note an action that ends now."""
         if self._on_host:
-            self.spans.append(Span(0, action, start, self.now()))
+            self.spans.append(Span(self._rank, action, start, self.now()))
             self._close([entry for entry in self._open if entry[2].is_done()])
 
     def started(self, action: Action, start: float, pending: Pending) -> None:
@@ -63,7 +73,22 @@ class Trace:
     def _close(self, entries: list[tuple[Action, float, Pending]]) -> None:
         for entry in entries:
             self._open.remove(entry)
-            self.spans.append(Span(0, entry[0], entry[1], self.now()))
+            self.spans.append(Span(self._rank, entry[0], entry[1], self.now()))
+
+
+class _Messages:
+    """What the interpreter needs to know of a program's messages.
+
+    Attributes:
+        program: with sends and receives.
+        transport: performs them.
+        arrived: for each compute action with a message, the sends that have arrived once it is here.
+    """
+
+    def __init__(self, mesh: Mesh, program: Program):
+        self.program = program
+        self.transport = Transport(mesh, program)
+        self.arrived = arrived(program, mesh.pp.rank)
 
 
 @dataclass
@@ -75,50 +100,63 @@ class _Step:
     loss_sum: Tensor
     update: Callable[[Tensor], None]
     trace: Trace
+    messages: _Messages
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gathers: dict[int, Pending] = field(default_factory=dict)
     reductions: dict[int, Pending] = field(default_factory=dict)
+    sends: dict[Action, Pending] = field(default_factory=dict)
+    receives: dict[Action, Pending] = field(default_factory=dict)
     others: list[Pending] = field(default_factory=list)
 
     @property
     def is_communicating(self) -> bool:
-        """Whether a collective may still read or write a buffer."""
-        return bool(self.gathers or self.reductions or self.others)
+        """Whether a collective or message may still read or write a buffer."""
+        return bool(self.gathers or self.reductions or self.others or self.sends or self.receives)
 
 
 _Run = Callable[[_Step, Action], None]
+
+Head = Callable[[Tensor | None, Microbatch], Tensor]
+"""What ends a forward: of the last segment's input and the microbatch."""
 
 
 class Executor:
     """Interprets the actions of one rank.
 
     Args:
-        segments: the model's segments, in order.
-        units: the flat buffers of the model's parameters.
-        units_of_segment: for each segment, the units that it computes with.
+        program: of a training step, for all pipeline ranks.
+        segments: those of this rank, by their number in the model.
+        units: the flat buffers of the parameters that this rank holds, by their number in the program.
         weight_gradients: where the linear layers put their weight gradients.
-        batch_axis: over which the loss is summed (dp x fsdp x cp).
+        mesh: the ranks.
+        activation: an empty tensor to receive what goes between segments for a microbatch.
     """
 
     def __init__(
         self,
-        segments: Sequence[Segment],
-        units: Sequence[Unit],
+        program: Program,
+        segments: Mapping[int, Segment],
+        units: Mapping[int, Unit],
         *,
-        units_of_segment: Sequence[Sequence[int]],
         weight_gradients: WeightGradients,
-        batch_axis: Axis,
+        mesh: Mesh,
+        activation: Callable[[Microbatch], Tensor],
     ):
+        self._program = program
         self._segments = segments
         self._units = units
-        self._units_of_segment = units_of_segment
+        self._last = program.num_segments - 1
         self._weight_gradients = weight_gradients
-        self._batch_axis = batch_axis
-        self._device = units[0].master.device
+        self._mesh = mesh
+        self._all_ranks = mesh.joint("pp", *BATCH_AXES)
+        self._activation = activation
+        self._training = _Messages(mesh, program)
+        self._evaluations: dict[int, _Messages] = {}
+        self._device = mesh.device
         # After a failed step: collectives may still be writing into buffers.
         self._is_broken = False
-        self.trace = Trace(self._device)
+        self.trace = Trace(self._device, mesh.pp.rank)
         """Of the last step."""
         self._run: dict[Kind, _Run] = {
             Kind.FORWARD: self._forward,
@@ -129,6 +167,10 @@ class Executor:
             Kind.FREE: self._free,
             Kind.REDUCE: self._reduce,
             Kind.ALL_REDUCE: self._all_reduce,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECV_ACTIVATION: self._receive,
+            Kind.RECV_GRADIENT: self._receive,
             Kind.LOSS: self._loss,
             Kind.UPDATE: self._update,
         }
@@ -147,27 +189,57 @@ class Executor:
             actions: this rank's part of the program.
             batches: this rank's microbatches.
             valid_tokens: labels that count in the global batch, over all ranks and microbatches.
-            update: called by UPDATE, once loss and gradients are summed over the Batch axis; it is given the
-                sum of the token losses.
+            update: called by UPDATE, once loss and gradients are summed over ranks; it is given the sum of
+                the token losses.
 
         Returns:
             The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
             LOSS: of this rank's microbatches.)
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self.trace = Trace(self._device)
-        state = _Step(batches, valid_tokens, loss_sum, update, self.trace)
-        for unit in self._units:
+        self.trace = Trace(self._device, self._mesh.pp.rank)
+        state = _Step(batches, valid_tokens, loss_sum, update, self.trace, self._training)
+        for unit in self._units.values():
             unit.begin_step_()
         self._interpret(actions, state, self._run)
         return state.loss_sum
 
-    def evaluate(self, actions: Sequence[Action], batches: Sequence[Microbatch]) -> Tensor:
-        """Run a program of forwards; return the sum of the token losses."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        state = _Step(batches, 0, loss_sum, lambda _: None, Trace(self._device))
-        self._interpret(actions, state, self._run | {Kind.FORWARD: self._evaluate})
-        return state.loss_sum
+    def forward(
+        self, program: Program, batches: Sequence[Microbatch], *, head: Head | None = None
+    ) -> list[Tensor]:
+        """Run a program of forwards; return what the last segment gives for each microbatch.
+
+        Args:
+            program: one for each number of microbatches.
+            batches: the microbatches.
+            head: computes in place of the last segment, by default that itself.
+
+        Returns:
+            The sums of the token losses, or what ``head`` returns; nothing on pipeline ranks without the last
+            segment.
+        """
+        count = program.microbatches
+        if count not in self._evaluations:
+            self._evaluations[count] = _Messages(self._mesh, program)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        trace = Trace(self._device, self._mesh.pp.rank)
+        state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count])
+        results: list[Tensor] = []
+
+        def run_forward(state: _Step, action: Action) -> None:
+            x = self._input(state, action)
+            if action.segment == self._last and head is not None:
+                y = head(x, state.batches[action.microbatch])
+            else:
+                y = self._segments[action.segment].evaluate(x, state.batches[action.microbatch])
+            if action.segment == self._last:
+                results.append(y)
+            else:
+                state.outputs[action.segment, action.microbatch] = y
+
+        actions = program.ranks[self._mesh.pp.rank]
+        self._interpret(actions, state, self._run | {Kind.FORWARD: run_forward})
+        return results
 
     def _interpret(self, actions: Sequence[Action], state: _Step, run: dict[Kind, _Run]) -> None:
         if self._is_broken:
@@ -175,37 +247,34 @@ class Executor:
         try:
             for action in actions:
                 run[action.kind](state, action)
+            self._finish_sends(state, list(state.sends))
         except BaseException:
-            for segment in self._segments:
+            for segment in self._segments.values():
                 segment.reset()
-            self._is_broken = state.is_communicating and self._batch_axis.size > 1
+            self._is_broken = state.is_communicating and self._all_ranks.size > 1
             raise
 
     def _forward(self, state: _Step, action: Action) -> None:
         segment, microbatch = action.segment, action.microbatch
-        self._wait_for_weights(state, segment)
+        x = self._input(state, action)
         start = state.trace.now()
-        x = state.outputs.pop((segment - 1, microbatch), None)
         y = self._segments[segment].forward(microbatch, x, state.batches[microbatch])
-        if segment == len(self._segments) - 1:
+        if segment == self._last:
             state.loss_sum += y
             state.gradients[segment, microbatch] = gradient_of_mean_loss(y, state.valid_tokens)
         else:
             state.outputs[segment, microbatch] = y
         state.trace.add(action, start)
 
-    def _evaluate(self, state: _Step, action: Action) -> None:
-        segment, microbatch = action.segment, action.microbatch
-        self._wait_for_weights(state, segment)
-        x = state.outputs.pop((segment - 1, microbatch), None)
-        y = self._segments[segment].evaluate(x, state.batches[microbatch])
-        if segment == len(self._segments) - 1:
-            state.loss_sum += y
-        else:
-            state.outputs[segment, microbatch] = y
+    def _input(self, state: _Step, action: Action) -> Tensor | None:
+        """What a forward starts from, once weights and message are here."""
+        self._wait_for_message(state, action)
+        self._wait_for_weights(state, action.segment)
+        return state.outputs.pop((action.segment - 1, action.microbatch), None)
 
     def _backward(self, state: _Step, action: Action) -> None:
         segment, microbatch = action.segment, action.microbatch
+        self._wait_for_message(state, action)
         self._wait_for_weights(state, segment)
         self._take_gradients(state, segment)
         start = state.trace.now()
@@ -222,15 +291,44 @@ class Executor:
         self._segments[action.segment].weight_gradient(action.microbatch)
         state.trace.add(action, start)
 
+    def _send(self, state: _Step, action: Action) -> None:
+        if action.kind is Kind.SEND_ACTIVATION:
+            tensor = state.outputs.pop((action.segment, action.microbatch))
+        else:
+            tensor = state.gradients.pop((action.segment - 1, action.microbatch))
+        state.sends[action] = state.messages.transport.send(action, tensor)
+
+    def _receive(self, state: _Step, action: Action) -> None:
+        buffer = self._activation(state.batches[action.microbatch])
+        state.receives[action] = state.messages.transport.receive(action, buffer)
+
+    def _wait_for_message(self, state: _Step, action: Action) -> None:
+        """Have what an action starts from here, if another rank sends it."""
+        receive = state.messages.program.message_needed(action)
+        if receive is None:
+            return
+        start = state.trace.now()
+        message = state.receives.pop(receive).wait()
+        state.trace.add(receive, start)
+        if receive.kind is Kind.RECV_ACTIVATION:
+            state.outputs[action.segment - 1, action.microbatch] = message
+        else:
+            state.gradients[action.segment, action.microbatch] = message
+        self._finish_sends(state, state.messages.arrived[action])  # [Note: sent and gone]
+
+    def _finish_sends(self, state: _Step, sends: Sequence[Action]) -> None:
+        for send in sends:
+            state.sends.pop(send).wait()
+
     def _wait_for_weights(self, state: _Step, segment: int) -> None:
-        for index in self._units_of_segment[segment]:
+        for index in self._program.units_of_segment[segment]:
             if pending := state.gathers.pop(index, None):
                 pending.wait()
                 state.trace.waited(pending)
 
     def _take_gradients(self, state: _Step, segment: int) -> None:
         """Make room for the weight gradients of a segment. An earlier one may still be on its way."""
-        for index in self._units_of_segment[segment]:
+        for index in self._program.units_of_segment[segment]:
             unit = self._units[index]
             if unit.placement.gradients:
                 self._finish_reduction(state, index)
@@ -268,7 +366,7 @@ class Executor:
 
     def _loss(self, state: _Step, action: Action) -> None:
         def all_reduce() -> Pending:
-            return all_reduce_(state.loss_sum, self._batch_axis, blocking=False)
+            return all_reduce_(state.loss_sum, self._all_ranks, blocking=False)
 
         state.others.append(self._start(state, action, all_reduce))
 

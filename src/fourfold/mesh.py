@@ -14,6 +14,7 @@ same groups to torch.
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,9 +28,9 @@ from fourfold.specs import AXES, BATCH_AXES, DATA_AXES, Layout
 
 Members = tuple[tuple[int, ...], ...]
 
-# The groups made so far, by world and members, so that a second mesh makes none again. The world is the key
-# since its groups end with it.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Members, dist.ProcessGroup]]
+# The groups made so far, by world, members and purpose, so that a second mesh makes none again. The world is
+# the key since its groups end with it.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Members, str], dist.ProcessGroup | None]]
 _groups = weakref.WeakKeyDictionary()
 
 
@@ -91,6 +92,45 @@ class Mesh:
             self._axes[cut] = self._make_axis(cut)
         return self._axes[cut]
 
+    def holders(self, stages: Sequence[int], *names: str) -> Axis:
+        """Return the ranks of some pipeline stages' ranks that share a parameter, joined with other axes.
+
+        Like `joint` with pp among the names, but only ``stages`` of pp take part. For ranks outside of them
+        it is an axis of one. All ranks call it alike.
+        """
+        if set(stages) == set(range(self.pp.size)):
+            return self.joint("pp", *names)
+        whole = _members(self.layout, ("pp", *(name for name in AXES if name in names)))
+        at = self._pipeline_ranks()
+        members = tuple(tuple(rank for rank in ranks if at[rank] in stages) for ranks in whole)
+        group = self._make_groups(members) if len(members[0]) > 1 else None
+        mine = next((ranks for ranks in members if self.rank in ranks), (self.rank,))
+        name = self.layout.axis_name("pp", *names)
+        return Axis(name, len(mine), mine.index(self.rank), mine, group if len(mine) > 1 else None)
+
+    def edges(self, pairs: Sequence[tuple[int, int, str]]) -> dict[tuple[int, int, str], Axis]:
+        """Return for each (sender, receiver, kind of message) of pipeline ranks what its messages travel on.
+
+        gloo tells messages apart by tags, so all go over the pp axis. NCCL pairs them by order on a
+        communicator: there each edge has one of its own, so that no kind of message waits for another. All
+        ranks call it alike.
+        """
+        if self.pp.group is None or dist.get_backend(self.pp.group) != "nccl":
+            return dict.fromkeys(pairs, self.pp)
+        found = {}
+        columns = _members(self.layout, ("pp",))
+        for sender, receiver, kind in sorted(pairs):
+            members = tuple((ranks[sender], ranks[receiver]) for ranks in columns)
+            group = self._make_groups(members, kind)
+            mine = next((ranks for ranks in members if self.rank in ranks), None)
+            if mine is not None:
+                found[sender, receiver, kind] = Axis("pp", 2, mine.index(self.rank), mine, group)
+        return found
+
+    def _pipeline_ranks(self) -> list[int]:
+        """The pipeline rank of every global rank."""
+        return [rank // (self.world_size // self.pp.size) for rank in range(self.world_size)]
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """Torch's own mesh of the axes larger than 1, on the same groups: for use with PyTorch's modules."""
@@ -109,19 +149,23 @@ class Mesh:
         group = self._make_groups(members) if len(mine) > 1 else None
         return Axis(self.layout.axis_name(*names), len(mine), mine.index(self.rank), mine, group)
 
-    def _make_groups(self, members: Members) -> dist.ProcessGroup:
-        """Make the group of each tuple of ranks, on all ranks, and return this rank's."""
+    def _make_groups(self, members: Members, purpose: str = "") -> dist.ProcessGroup | None:
+        """Make the group of each tuple of ranks, on all ranks, and return this rank's, None if in none.
+
+        Groups of the same members for another ``purpose`` are others.
+        """
         world = dist.group.WORLD
         assert world is not None
-        if len(members) == 1:
+        if members == (tuple(range(self.world_size)),) and not purpose:
             return world
         made = _groups.setdefault(world, {})
-        if members not in made:
+        if (members, purpose) not in made:
+            made[members, purpose] = None
             for ranks in members:
                 group = dist.new_group(list(ranks), timeout=self._timeout)
                 if self.rank in ranks:
-                    made[members] = group
-        return made[members]
+                    made[members, purpose] = group
+        return made[members, purpose]
 
 
 def _current_device(device_type: str) -> torch.device:

@@ -1,7 +1,7 @@
 """The optimizer on the pieces that a rank owns: AdamW, Muon, the gradient norm, clipping."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,20 +104,25 @@ NORM_ROW = 4096
 """Squares of so many elements are summed in the gradients' own dtype, sums of those in float64."""
 
 
-def gradient_norm(units: Sequence[Unit], shards: Axis) -> float:
+def gradient_norm(units: Sequence[Unit], axis: Axis) -> float:
     """The 2-norm of the whole gradient, each parameter counted once: the squares of all ranks' pieces,
     summed.
 
     One float32 sum over 8 million squares is off by 4e-4; sums over short rows, added in float64, are off by
     1e-8 and take no longer. Where a square overflows although the gradients are finite, all is float64.
-    All ranks of ``shards`` call it and get the same.
+    Args:
+        units: of this rank, without those that another rank of ``axis`` counts.
+        axis: the ranks that hold different pieces. All of them call it and get the same.
     """
     pieces = [unit.summed for unit in units if unit.is_trained]
-    total = torch.stack([_square_sum(piece) for piece in pieces]).sum()
-    all_reduce_(total, shards)
+    zero = torch.zeros((), dtype=torch.float64, device=units[0].master.device)
+
+    def total_of(square_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        return all_reduce_(sum(map(square_sum, pieces), start=zero.clone()), axis)
+
+    total = total_of(_square_sum)
     if not torch.isfinite(total):
-        total = torch.stack([piece.double().square().sum() for piece in pieces]).sum()
-        all_reduce_(total, shards)
+        total = total_of(lambda piece: piece.double().square().sum())
     return math.sqrt(float(total)) if torch.isfinite(total) else float(total)
 
 
@@ -161,7 +166,7 @@ class Update:
         Loss and norm are sums over ranks, so every rank comes to the same decision.
         """
         units = self._parallel.units
-        self.norm = gradient_norm(units, self._parallel.mesh.fsdp)
+        self.norm = gradient_norm(self._parallel.counted_units, self._parallel.norm_axis)
         if not (math.isfinite(self.norm) and math.isfinite(float(loss_sum))):
             return
         if self._clip_norm:

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
-from fourfold.program import Span
 from fourfold.run_folder import METRICS, writing
 from fourfold.specs import RunSpec
 from fourfold.training import EvaluationReport, StepReport
@@ -68,7 +67,6 @@ class Reporter:
     ):
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[EvaluationReport] = []
-        self.spans: tuple[int, tuple[Span, ...]] | None = None
         self.total_steps = run.training.steps
         self.model_flops = model_flops
         self.peak = peak
@@ -105,8 +103,6 @@ class Reporter:
             self._evaluation(report)
 
     def _step(self, report: StepReport) -> None:
-        if report.spans:
-            self.spans = report.step, report.spans
         self._recent.append((report.seconds, report.tokens))
         values = {
             "step": report.step,

@@ -1,4 +1,6 @@
-"""Text generation from a trained decoder, in one process."""
+"""Text generation from a trained decoder."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +22,25 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop: int | None = None,
+    last_logits: Callable[[Microbatch], Tensor] | None = None,
 ) -> list[int]:
     """Return up to `tokens` new token ids that follow the prompt.
 
     Temperature 0 takes the likeliest token each time. `top_k` leaves that many candidates. Generation ends
     before the token `stop`. The same arguments give the same tokens. A new token costs the forward of that
     token alone. Where the text grows longer than the model's context, its latest half is read again; with
-    rotary kinds that depend on the length of the text, all of it is read for every token. Raises `UserError`
-    for an empty prompt, ids outside the vocabulary, impossible settings, and logits that are not finite.
+    rotary kinds that depend on the length of the text, all of it is read for every token. `last_logits`
+    gives the logits (V,) after the last token of a row, in place of the model's own forward: so every rank of
+    a pipeline generates the same text (`ParallelModel.last_logits`).
+
+    Raises `UserError` for an empty prompt, ids outside the vocabulary, impossible settings, and logits that
+    are not finite.
     """
     _check(model.spec, prompt_ids, tokens, temperature, top_k)
     generator = torch.Generator().manual_seed(seed)
+    # A pipeline rank has only some of the weights.
+    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    logits_of = last_logits or torch.no_grad()(lambda row: model.last_logits(model.residual(row)))
     context, scaling = model.spec.max_position_embeddings, model.spec.rope_scaling
     depends_on_length = scaling is not None and scaling.rope_type in ("dynamic", "longrope")
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
@@ -46,7 +56,7 @@ def generate(
                 kept = 0
                 for module in attentions:
                     module.attend = _KeyValueCache().attend
-            logits_V = _last_logits(model, text[start + kept :], kept)
+            logits_V = logits_of(_row(text[start + kept :], kept, device))
             if not logits_V.isfinite().all():
                 raise UserError(_not_finite(model, len(text)))
             kept = len(text) - start
@@ -85,7 +95,11 @@ def _check(
 
 def _not_finite(model: Decoder, num_tokens: int) -> str:
     """Return the message for a model that does not know what comes next."""
-    bad = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    bad = [
+        name
+        for name, weights in model.named_parameters()
+        if not (weights.is_meta or weights.isfinite().all())
+    ]
     where = (
         f"weights are not finite, first in {bad[0]}"
         if bad
@@ -123,16 +137,13 @@ class _KeyValueCache:
         return out_BHSD.transpose(1, 2)
 
 
-@torch.no_grad()
-def _last_logits(model: Decoder, token_ids: list[int], position: int) -> Tensor:
-    """Return the logits (V,) after these tokens, the first of which stands at `position`."""
-    device = model.lm_head.weight.device
+def _row(token_ids: list[int], position: int, device: torch.device) -> Microbatch:
+    """Return a batch of one row, whose first token stands at `position`."""
     input_ids_BS = torch.tensor([token_ids], device=device)
     position_ids_BS = torch.arange(position, position + len(token_ids), device=device)[None]
-    batch = Microbatch(
+    return Microbatch(
         input_ids_BS, torch.full_like(input_ids_BS, IGNORE), position_ids_BS, ((len(token_ids),),)
     )
-    return model.lm_head(model.model.norm(model.residual(batch)[0, -1]))
 
 
 def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.models import Microbatch, Piece
 from fourfold.weight_gradients import WeightGradients
@@ -24,7 +25,7 @@ class Segment:
     def __init__(self, piece: Piece, weight_gradients: WeightGradients):
         self.piece = piece
         self._weight_gradients = weight_gradients
-        self._live: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._live: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
     def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch) -> Tensor:
@@ -38,14 +39,16 @@ class Segment:
         leaf = None if x is None else x.detach().requires_grad_()
         with torch.enable_grad():
             y = self.piece.forward(leaf, batch)
-        self._live[microbatch] = (leaf, y)
+        # The place in the graph, not the tensor: an output that is sent away takes no memory here.
+        # Without it where this is the first segment and all of it is frozen.
+        self._live[microbatch] = (leaf, get_gradient_edge(y) if y.requires_grad else None)
         return y.detach()
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """B: add the weight gradients and return the gradient of the input (None for the first segment)."""
-        leaf, y = self._live.pop(microbatch)
-        if y.requires_grad:  # not if this is the first segment and all of it is frozen
-            torch.autograd.backward(y, gradient)
+        leaf, edge = self._live.pop(microbatch)
+        if edge is not None:
+            torch.autograd.backward(edge, gradient)
         return None if leaf is None else leaf.grad
 
     def input_gradient(self, microbatch: int, gradient: Tensor) -> Tensor | None:
@@ -68,6 +71,11 @@ class Segment:
         """Compute the output and keep nothing."""
         with torch.no_grad():
             return self.piece.forward(x, batch)
+
+    @property
+    def in_flight(self) -> int:
+        """Of how many microbatches activations are kept: until their backward or weight gradient has run."""
+        return len(self._live) + len(self._deferred)
 
     def reset(self) -> None:
         """Drop everything kept, after a step that failed."""

@@ -20,8 +20,7 @@ from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import Update, optimizers
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
 from fourfold.program.actions import SUMS
-from fourfold.program.clock import Span
-from fourfold.specs import ModelSpec, RunSpec, ShardingSection
+from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class StepReport:
         valid_tokens: labels that counted.
         seconds: wall-clock time of the step.
         memory_bytes: peak memory of this rank, of the device, or on the CPU of the process.
-        spans: when each action ran, on the CPU.
     """
 
     step: int
@@ -48,7 +46,6 @@ class StepReport:
     valid_tokens: int
     seconds: float
     memory_bytes: int
-    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,16 +68,19 @@ def train(
     train_data: Dataset,
     eval_data: Dataset,
     on_report: Callable[[Report], None],
+    on_start: Callable[[ParallelModel], None] = lambda _: None,
 ) -> ParallelModel:
     """Train from step 0 to ``run.training.steps`` and return the model.
 
-    Called on every rank of ``mesh``, with the same arguments but ``on_report``.
+    Called on every rank of ``mesh``, with the same arguments but ``on_report`` and ``on_start``, which is
+    given the model before its first step.
 
     Raises:
         RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
             message names the step, and the rank and the parameter where it began.
     """
     trainer = Trainer(run, model_spec, mesh, data=train_data)
+    on_start(trainer.parallel)
     for step in range(run.training.steps):
         report = trainer.step(step)
         on_report(report)
@@ -119,6 +119,7 @@ class Trainer:
             dtype=training.dtype,
             seed=run.seed,
             sharding=run.resolved_sharding,
+            sequence_length=run.data.sequence_length,
         )
         self._run = run
         self._data = data
@@ -143,7 +144,6 @@ class Trainer:
             valid_tokens=valid_tokens,
             seconds=time.perf_counter() - began,
             memory_bytes=peak_memory_bytes(self.parallel.mesh.device),
-            spans=tuple(self.parallel.executor.trace.spans),
         )
 
     def diagnosis(self, step: int) -> str:
@@ -162,27 +162,22 @@ class Trainer:
             valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
             update=lambda _: None,
         )
+        names = [name for name, parameter in parallel.model.named_parameters() if parameter.requires_grad]
         gradients = dict(
             pair for unit in parallel.units if unit.is_trained for pair in unit.named(unit.gradient)
         )
-        names = [name for name, parameter in parallel.model.named_parameters() if parameter.requires_grad]
-        backward_order = [(name, gradients[name]) for name in reversed(names)]
-        bad = [
-            index for index, (_, gradient) in enumerate(backward_order) if not torch.isfinite(gradient).all()
-        ]
-        axis = parallel.mesh.batch
-        mine = torch.tensor(
-            [[int(not torch.isfinite(loss_sum)), bad[0] if bad else -1]], device=parallel.mesh.device
-        )
+        bad = [name for name in reversed(names) if name in gradients and not gradients[name].isfinite().all()]
+        axis = parallel.mesh.joint("pp", *BATCH_AXES)
+        mine = [int(not torch.isfinite(loss_sum)), names.index(bad[0]) if bad else -1]
+        found = all_gather(torch.tensor([mine], device=parallel.mesh.device), axis).tolist()
         where = f"step {step + 1} is not finite; no weight was changed by it"
-        for rank, (loss_is_bad, parameter) in zip(axis.ranks, all_gather(mine, axis).tolist(), strict=True):
+        of_a_stage = axis.size // parallel.mesh.pp.size
+        # The backward meets the last pipeline ranks first.
+        for index in sorted(range(axis.size), key=lambda index: (-(index // of_a_stage), index)):
+            rank, (loss_is_bad, parameter) = axis.ranks[index], found[index]
             if loss_is_bad or parameter >= 0:
                 what = "the loss" if loss_is_bad else "a gradient"
-                first = (
-                    f"; the backward meets it first in {backward_order[parameter][0]}"
-                    if parameter >= 0
-                    else ""
-                )
+                first = f"; the backward meets it first in {names[parameter]}" if parameter >= 0 else ""
                 return f"{where}: {what} is not finite on rank {rank}{first}"
         return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
 
@@ -205,6 +200,7 @@ def initialized(
     dtype: str,
     seed: int,
     sharding: ShardingSection = DEFAULT_SHARDING,
+    sequence_length: int = 1,
 ) -> ParallelModel:
     """Build the model on ``mesh`` with its initial weights, the same on every layout.
 
@@ -213,7 +209,12 @@ def initialized(
     with torch.device("meta"):
         model = Decoder(model_spec)
     parallel = parallelize(
-        model, mesh=mesh, microbatches=microbatches, dtype=getattr(torch, dtype), sharding=sharding
+        model,
+        mesh=mesh,
+        microbatches=microbatches,
+        dtype=getattr(torch, dtype),
+        sharding=sharding,
+        sequence_length=sequence_length,
     )
     parts = (
         Part(owned.name, owned.first, unit.master[owned.part])
@@ -247,7 +248,7 @@ def evaluate(parallel: ParallelModel, run: RunSpec, data: Dataset, *, step: int)
         total += parallel.evaluate(
             rank_batches(data, parallel.mesh, step=index, batch=batch, microbatches=run.training.microbatches)
         )
-    all_reduce_(total, parallel.mesh.batch)
+    all_reduce_(total, parallel.mesh.joint("pp", *BATCH_AXES))
     return EvaluationReport(step, float(total) / max(valid_tokens, 1), valid_tokens)
 
 

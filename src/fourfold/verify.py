@@ -188,7 +188,7 @@ def _run_layout(
 
     def update(loss_sum: Tensor) -> None:
         trajectory.gradients.append({name: g.clone() for name, g in parallel.named_gradients()})
-        trajectory.norms.append(gradient_norm(parallel.units, mesh.fsdp))
+        trajectory.norms.append(gradient_norm(parallel.counted_units, parallel.norm_axis))
         optimizer.step()
         parallel.publish_()
 

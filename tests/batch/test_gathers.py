@@ -201,14 +201,16 @@ def test_no_more_weights_are_there_than_asked_for(segments: int, lookups: frozen
 
 def test_each_stage_gathers_its_own_units() -> None:
     program = build(
-        one_forward_one_backward(stages=2, microbatches=1),
+        one_forward_one_backward(ranks=2, microbatches=1),
         segments_of_stage=[2, 1],
         units=own_units(3),
         sharding=Sharding(FSDP, prefetch=1),
         lookups=EMBEDDING,
     )
-    assert written(program, 0) == "0GATHER0 1GATHER0 0F0 0FREE0 1F0 1B0 1REDUCE 1FREE0 0B0 0REDUCE UPDATE"
-    assert written(program, 1) == "2GATHER0 2F0 LOSS 2B0 2REDUCE 2FREE0 UPDATE"
+    assert written(program, 0) == (
+        "0GATHER0 1GATHER0 0F0 0FREE0 1RECV_B0 1F0 1SEND_F0 LOSS 1B0 1REDUCE 1FREE0 0B0 0REDUCE UPDATE"
+    )
+    assert written(program, 1) == "2GATHER0 2RECV_F0 2F0 LOSS 2B0 2SEND_B0 2REDUCE 2FREE0 UPDATE"
 
 
 def test_an_evaluation_gathers_and_frees_too() -> None:

@@ -2,25 +2,30 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.batch.costs import UnitSize, batch_events
 from fourfold.batch.reduction import SHARDED_UNIT_BYTES, UNIT_BYTES, segments_of_units, with_reductions
-from fourfold.build import Sharding, expanded
+from fourfold.build import expanded
 from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.program import Action, Kind, Program, check
-from fourfold.specs import Layout
-from fourfold.traffic import Event
-from tests.programs import FSDP, ZERO1, one_stage, parsed, written
+from fourfold.specs import REPLICATED
+from tests.programs import ZERO1, parsed, written
 
 
 def compute_only(users: list[tuple[int, ...]], microbatches: int) -> Program:
     program = expanded(
-        one_forward_one_backward(stages=1, microbatches=microbatches), segments_of_stage=[len(users)]
+        one_forward_one_backward(ranks=1, microbatches=microbatches), segments_of_stage=[len(users)]
     )
     return replace(program, users=tuple(users))
 
 
+def replicated(program: Program, replicas: bool) -> Program:
+    """Where ``replicas``: with units in pieces, each of which other ranks hold too."""
+    if not replicas:
+        return program
+    return replace(program, placement=ZERO1, replicated=frozenset(range(len(program.users))))
+
+
 def summed(program: Program, *, every_microbatch: bool = False, replicas: bool = False) -> str:
-    return written(with_reductions(program, every_microbatch=every_microbatch, replicas=replicas))
+    return written(with_reductions(replicated(program, replicas), every_microbatch=every_microbatch))
 
 
 def test_a_reduction_follows_the_last_contribution() -> None:
@@ -75,68 +80,16 @@ def test_a_frozen_unit_is_not_summed() -> None:
 def test_every_contribution_is_summed_once(microbatches: int, every_microbatch: bool, replicas: bool) -> None:
     """Between a unit's contribution and UPDATE stand one REDUCE that takes it, and then one ALLREDUCE."""
     program = with_reductions(
-        compute_only([(0, 2), (0, 1), (2,)], microbatches),
+        replicated(compute_only([(0, 2), (0, 1), (2,)], microbatches), replicas),
         every_microbatch=every_microbatch,
-        replicas=replicas,
     )
-    check(program)
+    check(replace(program, placement=REPLICATED))  # nothing is gathered
     assert len(set(program.ranks[0])) == len(program.ranks[0])
     for unit in range(3):
         kinds = [action.kind for action in program.ranks[0] if action.place == unit]
         assert kinds.count(Kind.REDUCE) == (microbatches if every_microbatch else 1)
         assert kinds.count(Kind.ALL_REDUCE) == int(replicas)
     assert program.ranks[0][-1] == Action(Kind.UPDATE)
-
-
-def size(*counts: int, rank: int = 0, dtype: str = "float32", nbytes: int = 4) -> UnitSize:
-    return UnitSize(counts, rank, dtype, nbytes, "float32", 4)
-
-
-@pytest.mark.parametrize("layout", ["dp4", "dp2,cp2", "cp4"])
-def test_the_events_are_on_the_gradient_group_of_the_batch_axis(layout: str) -> None:
-    """dp x fsdp x cp, also when dp is 1: a rank must not keep the gradient of its own sequence shard."""
-    parsed_layout = Layout.parse(layout)
-    events = batch_events(one_stage(2, 1), rank=0, layout=parsed_layout, units=[size(10), size(7)])
-    axis = parsed_layout.axis_name("dp", "fsdp", "cp")
-    assert events == [
-        Event("all_reduce", axis, 8, "float64"),
-        Event("all_reduce", axis, 28, "float32"),
-        Event("all_reduce", axis, 40, "float32"),
-    ]
-
-
-def test_the_events_of_replicas_of_pieces() -> None:
-    """Weights in bfloat16 are gathered, gradients in float32 scattered, own pieces summed over replicas."""
-    units = [size(6, 4, rank=1, dtype="bfloat16", nbytes=2), size(3, 5, rank=1, dtype="bfloat16", nbytes=2)]
-    program = one_stage(2, 1, sharding=Sharding(FSDP, replicas=True, prefetch=0), lookups=frozenset({0}))
-    assert written(program) == (
-        "0GATHER0 0F0 0FREE0 1GATHER0 1F0 LOSS 1B0 1REDUCE 1FREE0 0B0 0REDUCE 1ALLREDUCE 0ALLREDUCE UPDATE"
-    )
-    assert batch_events(program, rank=0, layout=Layout.parse("dp3,fsdp2,cp2"), units=units) == [
-        Event("all_gather", "fsdp", 20, "bfloat16"),
-        Event("all_gather", "fsdp", 16, "bfloat16"),
-        Event("all_reduce", "dp,fsdp,cp", 8, "float64"),
-        Event("reduce_scatter", "fsdp", 32, "float32"),
-        Event("reduce_scatter", "fsdp", 40, "float32"),
-        Event("all_reduce", "dp,cp", 20, "float32"),
-        Event("all_reduce", "dp,cp", 16, "float32"),
-        Event("all_reduce", "fsdp", 8, "float64"),
-    ]
-
-
-def test_with_whole_gradients_pieces_are_still_what_is_summed() -> None:
-    """ZeRO-1 scatters as FSDP does: an owner needs its own piece alone."""
-    program = one_stage(1, 4, sharding=Sharding(ZERO1))
-    assert batch_events(program, rank=0, layout=Layout(fsdp=2), units=[size(6, 6)]) == [
-        Event("all_gather", "fsdp", 48, "float32"),
-        Event("all_reduce", "fsdp", 8, "float64"),
-        Event("reduce_scatter", "fsdp", 48, "float32"),
-        Event("all_reduce", "fsdp", 8, "float64"),
-    ]
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert batch_events(one_stage(1, 1), rank=0, layout=Layout(tp=4), units=[size(5)]) == []
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def check_send_and_recv() -> None:
 def check_nccl_ways() -> None:
     """The operations that NCCL has are gloo's too, so that they can be called here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_has_nccl", lambda tensor: True)
+        patch.setattr(backend, "_has_nccl", lambda tensor, axis: True)
         check_all_gather()
         check_uneven_all_gather()
 

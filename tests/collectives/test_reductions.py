@@ -91,7 +91,7 @@ def check_reduce() -> None:
 def check_nccl_ways() -> None:
     """The operations that NCCL has are gloo's too, so that they can be called here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_has_nccl", lambda tensor: True)
+        patch.setattr(backend, "_has_nccl", lambda tensor, axis: True)
         check_all_reduce(torch.float32)
         check_reduce_scatter(torch.float32)
         check_uneven_reduce_scatter()

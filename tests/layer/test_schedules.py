@@ -5,7 +5,7 @@ from fourfold.layer.schedules import schedule
 
 
 def test_gpipe_runs_all_forwards_first() -> None:
-    program = schedule("gpipe", stages=2, microbatches=2)
+    program = schedule("gpipe", ranks=2, microbatches=2)
     assert [" ".join(map(str, actions)) for actions in program.ranks] == [
         "0F0 0F1 0B0 0B1",
         "1F0 1F1 1B0 1B1",
@@ -13,7 +13,7 @@ def test_gpipe_runs_all_forwards_first() -> None:
 
 
 def test_1f1b_warms_up_then_alternates() -> None:
-    program = schedule("1f1b", stages=3, microbatches=4)
+    program = schedule("1f1b", ranks=3, microbatches=4)
     assert [" ".join(map(str, actions)) for actions in program.ranks] == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
@@ -22,13 +22,13 @@ def test_1f1b_warms_up_then_alternates() -> None:
 
 
 def test_accumulation_is_1f1b_on_one_stage() -> None:
-    program = schedule("1f1b", stages=1, microbatches=3)
+    program = schedule("1f1b", ranks=1, microbatches=3)
     assert " ".join(map(str, program.ranks[0])) == "0F0 0B0 0F1 0B1 0F2 0B2"
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(UserError) as error:
-        schedule("1f1bb", stages=0, microbatches=-1)
+        schedule("1f1bb", ranks=0, microbatches=-1)
     assert error.value.messages == (
         "there is no schedule '1f1bb': use gpipe or 1f1b. Did you mean '1f1b'?",
         "stages=0: must be at least 1",

@@ -50,7 +50,7 @@ def test_pieces_one_after_the_other_are_the_model(name):
     whole = model.loss_sum(batch).item()
     model.zero_grad()
     pieces = model.pieces()
-    assert [piece.name for piece in pieces] == ["embed", "layer.0", "layer.1", "head"]
+    assert [piece.name for piece in pieces] == ["embed", "layer.0", "layer.1", "layer.2", "layer.3", "head"]
     x = None
     for piece in pieces:
         x = piece.forward(x, batch)
@@ -108,7 +108,7 @@ def test_attention_is_called_through_one_replaceable_place():
         layer.self_attn.attend = attend
     model.loss_sum(batch).backward()
     options = {"documents": ((4, 8),), "window": None, "scale": 0.25}
-    assert calls == [((1, 12, 4, 16), (1, 12, 2, 16), (1, 12, 2, 16), options)] * 2
+    assert calls == [((1, 12, 4, 16), (1, 12, 2, 16), (1, 12, 2, 16), options)] * spec.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -302,6 +302,6 @@ def test_an_action_on_the_wrong_rank_is_refused() -> None:
 
 
 def test_the_bound_on_activations_is_checked() -> None:
-    check(schedule("1f1b", stages=4, microbatches=8), max_in_flight=4)
+    check(schedule("1f1b", ranks=4, microbatches=8), max_in_flight=4)
     with pytest.raises(UserError, match="rank 0 holds 8 activations at once: at most 4 are allowed"):
-        check(schedule("gpipe", stages=4, microbatches=8), max_in_flight=4)
+        check(schedule("gpipe", ranks=4, microbatches=8), max_in_flight=4)

@@ -17,9 +17,9 @@ def test_the_bubble_is_the_published_formula(name: str, stages: int, microbatche
 
 
 def test_peak_activations_are_the_published_ones() -> None:
-    assert peak_in_flight(schedule("gpipe", stages=4, microbatches=8)) == [8, 8, 8, 8]
-    assert peak_in_flight(schedule("1f1b", stages=4, microbatches=8)) == [4, 3, 2, 1]
-    assert peak_in_flight(schedule("1f1b", stages=4, microbatches=2)) == [2, 2, 2, 1]
+    assert peak_in_flight(schedule("gpipe", ranks=4, microbatches=8)) == [8, 8, 8, 8]
+    assert peak_in_flight(schedule("1f1b", ranks=4, microbatches=8)) == [4, 3, 2, 1]
+    assert peak_in_flight(schedule("1f1b", ranks=4, microbatches=2)) == [2, 2, 2, 1]
 
 
 def test_accumulation_holds_the_activations_of_one_microbatch() -> None:

@@ -8,14 +8,14 @@ from tests.programs import FSDP, one_stage
 
 
 def test_the_grid_shows_each_rank_over_time() -> None:
-    assert grid(schedule("1f1b", stages=2, microbatches=2)).splitlines() == [
+    assert grid(schedule("1f1b", ranks=2, microbatches=2)).splitlines() == [
         "rank 0  F0 F1 .  .  B0 B0 .  B1 B1",
         "rank 1  .  F0 B0 B0 F1 B1 B1 .  .",
     ]
 
 
 def test_the_summary_gives_bubble_and_memory() -> None:
-    text = summary(schedule("1f1b", stages=4, microbatches=8))
+    text = summary(schedule("1f1b", ranks=4, microbatches=8))
     assert "bubble 27.3%" in text
     assert "by rank: 4, 3, 2, 1" in text
 
@@ -27,7 +27,7 @@ def test_the_listing_is_the_program() -> None:
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "program.png"
-    picture(clock(schedule("gpipe", stages=3, microbatches=4)), path, title="GPipe", unit="forwards")
+    picture(clock(schedule("gpipe", ranks=3, microbatches=4)), path, title="GPipe", unit="forwards")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

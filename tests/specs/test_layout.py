@@ -21,7 +21,7 @@ from fourfold.specs import (
     Placement,
 )
 
-TINY = PRESETS["tiny"]  # 2 layers, 4 heads, 2 key/value heads, intermediate 88
+TINY = PRESETS["tiny"]  # 4 layers, 4 heads, 2 key/value heads, intermediate 88
 
 
 def problems(text: str, *, model=TINY, batch=8, microbatches=1, sequence_length=64, world_size=None):
@@ -52,11 +52,12 @@ def test_all_ones_prints_as_dp1():
 degrees = st.sampled_from([1, 1, 2, 3, 8])
 words = st.none() | st.from_regex(r"[a-z0-9-]+", fullmatch=True)
 placements = st.sampled_from(list(PLACEMENTS))
+schedules = st.sampled_from(["gpipe", "1f1b", "1f1b3", "interleaved2", "zb-h1", "my/own.csv"])
 
 
 @given(
     st.fixed_dictionaries(dict.fromkeys(AXES, degrees)),
-    st.fixed_dictionaries(dict.fromkeys(AXES, words) | {"fsdp": placements}),
+    st.fixed_dictionaries(dict.fromkeys(AXES, words) | {"fsdp": placements, "pp": st.none() | schedules}),
 )
 def test_round_trip(sizes, options):
     layout = Layout(**sizes, options={axis: option for axis, option in options.items() if option})
@@ -127,8 +128,8 @@ def test_joint_axes():
 
 
 def test_every_rule_with_values_that_work():
-    assert problems("pp3,cp5,tp3", world_size=45) == [
-        "pp=3 is more than num_hidden_layers=2 (Layer axis): use pp=2 or less",
+    assert problems("pp5,cp5,tp3", world_size=75) == [
+        "pp=5 is more than num_hidden_layers=4 (Layer axis): use pp=4 or less",
         "cp=5 does not divide sequence_length=64 (Sequence axis): use cp=1, 2, 4, 8, 16 or 32",
         "tp=3 does not divide num_attention_heads=4 (Channel axis): use tp=1, 2 or 4",
         "tp=3 neither divides num_key_value_heads=2 nor is a multiple of it (Channel axis): use tp=1, 2 or 4",
@@ -141,7 +142,39 @@ def test_every_rule_with_values_that_work():
         "tp=3 does not divide num_attention_heads=8 (Channel axis): use tp=1, 2, 4 or 8"
     )
     assert problems("tp4") == []  # more ranks than key/value heads: copies
-    assert problems("pp2") == []
+    assert problems("pp2") == problems("pp4") == problems("pp2:interleaved2") == problems("pp2:zbv") == []
+
+
+def test_more_stages_than_layers():
+    """PP-05: never fewer layers than asked for, without a word."""
+    assert problems("pp2:interleaved3") == [
+        "pp=2 with 3 stages each (interleaved3) makes 6 stages, which is more than num_hidden_layers=4 "
+        "(Layer axis): use pp=1 or less"
+    ]
+    assert problems("pp3:zbv") == [
+        "pp=3 with 2 stages each (zbv) makes 6 stages, which is more than num_hidden_layers=4 "
+        "(Layer axis): use pp=2 or less"
+    ]
+    assert problems("pp2:bfs5") == [
+        "pp=2 with 5 stages each (bfs5) makes 10 stages, which is more than num_hidden_layers=4 "
+        "(Layer axis): use pp:1f1b, which has one stage a rank"
+    ]
+    three = TINY.replace({"num_hidden_layers": 3})
+    assert problems("pp4", model=three) == [
+        "pp=4 is more than num_hidden_layers=3 (Layer axis): use pp=3 or less"
+    ]
+
+
+def test_the_option_of_pp_is_a_schedule():
+    assert str(Layout.parse("pp4:zb-h1").schedule) == "zb-h1"
+    assert str(Layout.parse("pp4").schedule) == "1f1b"
+    assert Layout.parse("pp2:bfs3").schedule.stages_per_rank == 3
+    [message] = parse_messages("pp2:interleaved")
+    assert message.startswith("option 'interleaved' of pp: schedule 'interleaved' needs a number")
+    [message] = parse_messages("pp2:1f1c")
+    assert "there is no schedule '1f1c'. Did you mean '1f1b'?" in message
+    with pytest.raises(UserError, match="zbv takes no number"):
+        Layout(pp=2, options={"pp": "zbv3"})
 
 
 def test_the_batch_never_changes_silently():
@@ -168,12 +201,12 @@ def test_world_size():
 
 
 def test_what_cannot_be_run_yet():
-    for text in ("dp8", "fsdp8", "fsdp8:zero1", "fsdp8:zero2", "dp2,fsdp4", "dp2,fsdp4:zero1"):
+    for text in ("dp8", "fsdp8", "fsdp8:zero1", "fsdp8:zero2", "dp2,fsdp4", "pp4", "pp2:zbv,dp2,fsdp2:zero1"):
         assert Layout.parse(text).runnable_problems() == []
-    assert Layout.parse("pp2:1f1b,dp2,tp2").runnable_problems() == [
-        "pp=2 (Layer axis) cannot be run yet: use dp8",
+    assert Layout.parse("pp2:1f1b,cp2:ring,tp2").runnable_problems() == [
+        "cp=2 (Sequence axis) cannot be run yet: use dp8",
         "tp=2 (Channel axis) cannot be run yet: use dp8",
-        "option '1f1b' of pp cannot be run yet: leave it out, use dp8",
+        "option 'ring' of cp cannot be run yet: leave it out, use dp8",
     ]
     with pytest.raises(UserError) as caught:
         Layout.parse("dp3,tp2").validate(TINY, batch=8, microbatches=1, sequence_length=64, world_size=6)

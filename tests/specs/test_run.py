@@ -54,7 +54,7 @@ def test_defaults(load):
     assert (run.training.microbatches, run.training.dtype) == (1, "float32")
     assert (run.optimizer.name, run.optimizer.betas) == ("adamw", (0.9, 0.95))
     assert run.optimizer.schedule == "cosine"
-    assert run.sharding == ShardingSection(pieces="auto", prefetch=1, accumulate="pieces")
+    assert run.sharding == ShardingSection(pieces="auto", prefetch=1, accumulate="auto")
 
 
 def test_the_same_run_in_python(load):
@@ -151,7 +151,7 @@ def test_every_mistake_in_one_error(load):
         "training.dtype='float16' is not a choice: use 'float32', 'bfloat16' or 'float64'",
         "sharding.pieces='row' is not a choice: use 'auto', 'blocks', 'matrices', 'rows' or 'flat'",
         "sharding.prefetch=-1 is too small: use 0 or more",
-        "sharding.accumulate='all' is not a choice: use 'pieces' or 'whole'",
+        "sharding.accumulate='all' is not a choice: use 'auto', 'pieces' or 'whole'",
         "optimizer.learning_rate is missing (the highest rate of the schedule): give it a value",
         "optimizer.betas.1=1.0 is too large: use less than 1.0",
         "optimizer.eps=inf must be a finite number",

@@ -1,14 +1,9 @@
-"""What a step sends on the Batch axis, and what a rank holds for it."""
+"""The buffers of the Batch axis in numbers: their sizes, and what a rank holds of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fourfold.program.actions import Kind, Program
-from fourfold.specs import BATCH_AXES, Layout
-from fourfold.traffic import Event
-
-SCALAR_DTYPE, SCALAR_BYTES = "float64", 8
-"""The loss, and the square of the gradient norm, are summed over ranks as one float64 each."""
 
 
 @dataclass(frozen=True)
@@ -44,38 +39,6 @@ class UnitSize:
         return self.counts[self.rank]
 
 
-def batch_events(program: Program, *, rank: int, layout: Layout, units: Sequence[UnitSize]) -> list[Event]:
-    """The collectives that a rank performs in one step, in order.
-
-    Args:
-        program: of the step.
-        rank: the pipeline rank.
-        layout: gives the axes.
-        units: of the program, as this rank sees them.
-    """
-    shards, replicas = layout.axis_name("fsdp"), layout.axis_name("dp", "cp")
-    events: list[Event] = []
-
-    def add(op: str, axis: str, numel: int, unit: UnitSize) -> None:
-        gather = op == "all_gather"
-        dtype = unit.weight_dtype if gather else unit.master_dtype
-        itemsize = unit.weight_bytes if gather else unit.master_bytes
-        events.append(Event(op, axis, numel * itemsize, dtype))
-
-    for action in program.ranks[rank]:
-        if action.kind is Kind.LOSS and layout.size(*BATCH_AXES) > 1:
-            events.append(Event("all_reduce", layout.axis_name(*BATCH_AXES), SCALAR_BYTES, SCALAR_DTYPE))
-        elif action.kind is Kind.UPDATE and layout.fsdp > 1:
-            events.append(Event("all_reduce", shards, SCALAR_BYTES, SCALAR_DTYPE))
-        elif action.kind is Kind.GATHER:
-            add("all_gather", shards, units[action.unit].numel, units[action.unit])
-        elif action.kind is Kind.REDUCE and layout.fsdp > 1:
-            add("reduce_scatter", shards, units[action.unit].numel, units[action.unit])
-        elif action.kind in (Kind.REDUCE, Kind.ALL_REDUCE) and layout.size("dp", "cp") > 1:
-            add("all_reduce", replicas, units[action.unit].piece, units[action.unit])
-    return events
-
-
 @dataclass(frozen=True)
 class Held:
     """Bytes of weights and gradients on one rank. AdamW's two moments are twice ``owned`` beside them.
@@ -91,19 +54,19 @@ class Held:
     peak: int
 
 
-def held_bytes(program: Program, *, rank: int, units: Sequence[UnitSize], temporary: bool) -> Held:
+def held_bytes(program: Program, *, rank: int, units: Mapping[int, UnitSize], temporary: bool) -> Held:
     """What a rank holds for weights and gradients, between steps and at most during one.
 
     Args:
         program: of the step.
         rank: the pipeline rank.
-        units: of the program, as this rank sees them.
+        units: those that the rank holds, by their number in the program.
         temporary: count what a reduction needs while it is under way: the pieces that gloo receives and adds
             up, and the sum that is then added to earlier microbatches'.
     """
     placement = program.placement
     owned = rest = 0
-    for unit in units:
+    for unit in units.values():
         owned += unit.piece * unit.master_bytes if unit.trained else 0
         masters_apart = placement.weights or unit.weight_bytes != unit.master_bytes
         rest += unit.piece * unit.master_bytes if masters_apart else 0

@@ -16,6 +16,7 @@ ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from fourfold.program.actions import COMPUTE, Action, Kind, Program
 
@@ -35,7 +36,9 @@ def with_gathers(program: Program, *, prefetch: int, keep: bool) -> Program:
     Args:
         program: compute actions only.
         prefetch: so many compute actions before its use stands a gather.
-        keep: hold weights from the first use of a step to the last, although they are sharded.
+        keep: hold weights from the first use of a step to the last, although they are sharded; where a
+            pipeline's schedule takes all microbatches of a stage together, from the first use of that pass to
+            its last.
     """
     if not program.placement.optimizer:
         return program
@@ -44,6 +47,7 @@ def with_gathers(program: Program, *, prefetch: int, keep: bool) -> Program:
     for actions in program.ranks:
         compute = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
         stays: dict[int, list[_Stay]] = {}
+        passes = _passes(program, actions) if keep and len(program.ranks) > 1 else None
         for order, index in enumerate(compute):
             action = actions[index]
             if not program.reads_weights(action):
@@ -51,12 +55,30 @@ def with_gathers(program: Program, *, prefetch: int, keep: bool) -> Program:
             ahead = compute[max(order - prefetch, 0)]
             for unit in program.units_of_segment[action.segment]:
                 known = stays.setdefault(unit, [])
-                if known and (keep or not frees or ahead <= known[-1].free_at + 1 + prefetch):
+                goes_on = keep and (not passes or (known and passes[known[-1].free_at] == passes[index]))
+                if known and (goes_on or not frees or ahead <= known[-1].free_at + 1 + prefetch):
                     known[-1].free_at = index
                 else:
                     known.append(_Stay(unit, ahead, index))
         ranks.append(_written(actions, stays, frees=frees))
     return replace(program, ranks=tuple(ranks))
+
+
+def _passes(program: Program, actions: Sequence[Action]) -> dict[int, int] | None:
+    """For each compute action of a breadth-first rank, by position, which pass over a stage it is in.
+
+    None where a stage's microbatches do not all come together: then there is nothing to gain from passes.
+    """
+    stage_of = list(accumulate((a != b for a, b in pairwise(program.rank_of_segment)), initial=0))
+    number: dict[int, int] = {}
+    order: list[tuple[int, bool]] = []
+    for index, action in enumerate(actions):
+        if action.kind in COMPUTE:
+            one = stage_of[action.segment], action.kind is Kind.FORWARD
+            if not order or order[-1] != one:
+                order.append(one)
+            number[index] = len(order)
+    return number if len(set(order)) == len(order) else None
 
 
 def _written(actions: Sequence[Action], stays: dict[int, list[_Stay]], *, frees: bool) -> tuple[Action, ...]:

@@ -52,31 +52,26 @@ def segments_of_units(segment_bytes: Sequence[int], *, sharded: bool = False) ->
     return units
 
 
-def with_reductions(program: Program, *, every_microbatch: bool, replicas: bool) -> Program:
+def with_reductions(program: Program, *, every_microbatch: bool) -> Program:
     """Return ``program`` with LOSS and each REDUCE right after the last of what they sum, then UPDATE.
+
+    A pipeline rank without the loss takes part in LOSS after its last forward.
 
     Args:
         program: compute actions, and gathers and frees.
         every_microbatch: reduce after each microbatch's contribution, not once a step.
-        replicas: the reduced pieces have replicas, over which they are summed once a step.
     """
     turns = program.microbatches if every_microbatch else 1
     return replace(
         program,
-        ranks=tuple(
-            _with_sums(program, rank, actions, turns, replicas) for rank, actions in enumerate(program.ranks)
-        ),
+        ranks=tuple(_with_sums(program, rank, actions, turns) for rank, actions in enumerate(program.ranks)),
     )
 
 
-def _with_sums(
-    program: Program, rank: int, actions: Sequence[Action], turns: int, replicas: bool
-) -> tuple[Action, ...]:
+def _with_sums(program: Program, rank: int, actions: Sequence[Action], turns: int) -> tuple[Action, ...]:
     position = {action: index for index, action in enumerate(actions)}
-    after: dict[int, list[Action]] = {}
-    if program.rank_of_segment[-1] == rank:
-        forwards = program.needs(rank, Action(Kind.LOSS))
-        after[max(position[forward] for forward in forwards)] = [Action(Kind.LOSS)]
+    forwards = [index for index, action in enumerate(actions) if action.kind is Kind.FORWARD]
+    after: dict[int, list[Action]] = {forwards[-1]: [Action(Kind.LOSS)]}
     for unit in program.trained_on(rank):
         contributions = _contributions(program, unit, actions)
         for turn, group in enumerate(_grouped(contributions, turns)):
@@ -88,7 +83,8 @@ def _with_sums(
         written.append(action)
         for collective in after.get(index, ()):
             written.append(collective)
-            if replicas and collective.kind is Kind.REDUCE and collective.turn in (None, turns - 1):
+            is_last = collective.kind is Kind.REDUCE and collective.turn in (None, turns - 1)
+            if is_last and program.placement.optimizer and collective.unit in program.replicated:
                 written += [waiting] if waiting else []
                 waiting = Action(Kind.ALL_REDUCE, collective.unit)
     return (*written, *([waiting] if waiting else []), Action(Kind.UPDATE))

@@ -7,7 +7,7 @@ needed its
 *storage* is resized to nothing and back; the views stay.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,16 @@ class Owned:
         return self.part.stop - self.part.start == self.shape.numel()
 
 
+def slots(shapes: Mapping[str, Sequence[int]], order: Sequence[str]) -> list[Slot]:
+    """The places of parameters one after another in ``order``."""
+    found: list[Slot] = []
+    offset = 0
+    for name in order:
+        found.append(Slot(name, offset, torch.Size(shapes[name])))
+        offset += found[-1].shape.numel()
+    return found
+
+
 class Unit:
     """Some parameters in flat buffers, of which each rank of the fsdp axis owns a piece.
 
@@ -66,7 +76,8 @@ class Unit:
         pieces: how the buffers are laid out and cut.
         placement: which buffers are whole between uses.
         shards: the ranks that own a piece each.
-        replicas: the ranks that own the same piece as this one, for other sequences.
+        replicas: the ranks that own the same piece as this one, for other sequences or, where an embedding
+            and a head are one parameter, for the other end of the model.
         dtype: of the weights that computation reads.
         master_dtype: of the weights that the optimizer updates, of gradients and of their reduction.
         device: where the buffers live.
@@ -101,17 +112,13 @@ class Unit:
         self.is_trained = next(iter(parameters.values())).requires_grad
         self._shards = shards
         self._replicas = replicas
-        self.slots: list[Slot] = []
-        offset = 0
-        for key in pieces.order:
-            self.slots.append(Slot(key, offset, parameters[key].shape))
-            offset += parameters[key].numel()
+        self.slots = slots({key: parameter.shape for key, parameter in parameters.items()}, pieces.order)
         start = sum(pieces.counts[: shards.rank])
         self._piece = slice(start, start + pieces.counts[shards.rank])
         self.owned = list(self._owned())
         self.num_decayed = sum(o.part.stop - o.part.start for o in self.owned if len(o.shape) >= 2)
 
-        self._numel = offset
+        self._numel = sum(slot.shape.numel() for slot in self.slots)
         # Buffers that are released at once are never written to, so they take no memory meanwhile; and what
         # stays is allocated after they are gone, so that it leaves no holes between the units.
         size = sum(pieces.counts)

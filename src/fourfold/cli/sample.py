@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from fourfold.data import Tokenizer
-    from fourfold.models import Decoder
+    from fourfold.models import Decoder, Microbatch
     from fourfold.specs import SampleSection
 
 
@@ -40,11 +44,18 @@ def sample(
     typer.echo(sample_text(checkpoint.model, checkpoint.tokenizer, settings, seed=seed))
 
 
-def sample_text(model: "Decoder", tokenizer: "Tokenizer", settings: "SampleSection", *, seed: int) -> str:
+def sample_text(
+    model: "Decoder",
+    tokenizer: "Tokenizer",
+    settings: "SampleSection",
+    *,
+    seed: int,
+    last_logits: "Callable[[Microbatch], Tensor] | None" = None,
+) -> str:
     """Return the prompt with what the model writes after it.
 
     Without a prompt the text follows the end of another, as documents do in training. Control characters,
-    which a terminal would obey, are shown as U+FFFD.
+    which a terminal would obey, are shown as U+FFFD. ``last_logits`` is as in `fourfold.sampling.generate`.
     """
     from fourfold.sampling import generate
 
@@ -57,6 +68,7 @@ def sample_text(model: "Decoder", tokenizer: "Tokenizer", settings: "SampleSecti
         top_k=settings.top_k or None,
         seed=seed,
         stop=tokenizer.end_of_text,
+        last_logits=last_logits,
     )
     text = tokenizer.decode([*prompt_ids, *generated])
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

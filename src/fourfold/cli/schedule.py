@@ -1,27 +1,256 @@
-"""``fourfold schedule``: the timeline of a pipeline schedule."""
+"""``fourfold schedule``: pipeline schedules, drawn, compared, written to files."""
 
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.errors import UserError, choices
+
+if TYPE_CHECKING:
+    from fourfold.program import Program
+    from fourfold.program.clock import Times
+    from fourfold.specs.schedule_name import ScheduleName
+
+_STAGES, _MICROBATCHES = 4, 8
+"""Of a schedule by name, where nothing else is asked for; a file says its own."""
+
+_SUFFIXES = {"picture": (".png", ".svg"), "trace": (".json",), "save": (".csv", ".json")}
+
 
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A schedule, e.g. gpipe or 1f1b.")],
-    stages: Annotated[int, typer.Option(help="Pipeline stages.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG file, too.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A schedule, e.g. 1f1b, interleaved2, zbv or auto; or the path of a file."
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help=f"Pipeline ranks, the pp of a layout; {_STAGES} if not given.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help=f"Microbatches of a step; {_MICROBATCHES} if not given.")
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(
+            metavar="F,I,W,SEND",
+            help="Times of a microbatch on one rank's layers: forward, input gradient, weight gradient; and "
+            "of a message.",
+        ),
+    ] = "1,1,1,0",
+    cap: Annotated[
+        int | None, typer.Option(help="The most microbatches whose activations a rank may hold.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG or SVG file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write it into this JSON file, to be opened in ui.perfetto.dev.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the schedule into this CSV or JSON file.")] = None,
 ) -> None:
     """Print the timeline of a pipeline schedule: a row a rank, a column a unit of time."""
+    files = {
+        option: path
+        for option, path in (("picture", picture), ("trace", trace), ("save", save))
+        if path is not None
+    }
+    sizes = {"stages": stages, "microbatches": microbatches, "cap": cap}
+    parsed, durations = _asked(name, times, sizes, files, compare=compare)
+    program = None if parsed is None else _schedule(parsed, stages, microbatches, durations, cap)
+    if compare:
+        ranks = len(program.ranks) if program else stages or _STAGES
+        count = program.microbatches if program else microbatches or _MICROBATCHES
+        rows = _all_schedules(ranks, count, durations, cap)
+        if program is not None and str(parsed) not in rows:
+            rows[str(parsed)] = program
+        _print_comparison(rows, durations, cap, as_json=as_json)
+    if parsed is None or program is None:
+        return
+    if not compare:
+        _print_schedule(parsed, program, durations, as_json=as_json)
+    _write_files(parsed, program, durations, files, quiet=as_json)
+
+
+def _asked(
+    name: str | None,
+    times: str,
+    sizes: Mapping[str, int | None],
+    files: Mapping[str, Path],
+    *,
+    compare: bool,
+) -> tuple["ScheduleName | None", "Times"]:
+    """The name and the times; raises `UserError` with all that is wrong with what was asked."""
+    from fourfold.program.clock import Times
+    from fourfold.specs.schedule_name import ScheduleName, written_names
+
+    problems: list[str] = []
+    parsed = None
+    if name is not None:
+        try:
+            parsed = ScheduleName.parse(name)
+        except UserError as error:
+            problems += error.messages
+    elif not compare or files:
+        problems.append(f"which schedule? Use {choices(written_names())}, or a file; --compare shows all")
+    problems += [
+        f"--{option} {value} is too small: use 1 or more"
+        for option, value in sizes.items()
+        if value is not None and value < 1
+    ]
+    try:
+        numbers = [float(part) for part in times.split(",")]
+    except ValueError:
+        numbers = []
+    if (
+        len(numbers) not in (3, 4)
+        or not all(math.isfinite(number) and number >= 0 for number in numbers)
+        or not sum(numbers[:3])
+    ):
+        problems.append(f"--times {times}: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1: numbers, not all 0")
+        numbers = []
+    problems += [
+        f"--{option} {path}: the file's name must end in {choices(_SUFFIXES[option])}"
+        for option, path in files.items()
+        if path.suffix not in _SUFFIXES[option]
+    ]
+    if problems:
+        raise UserError(*problems)
+    return parsed, Times(*numbers)
+
+
+def _schedule(
+    name: "ScheduleName", stages: int | None, microbatches: int | None, times: "Times", cap: int | None
+) -> "Program":
+    """The schedule that was asked for; raises `UserError` where it holds more than the cap."""
+    from fourfold.layer.schedule_file import read_schedule
     from fourfold.layer.schedules import schedule as named_schedule
+    from fourfold.program.clock import peak_activations
+    from fourfold.specs.schedule_name import ScheduleName
+
+    if name.is_file:
+        program = read_schedule(name.name, ranks=stages, microbatches=microbatches)
+    else:
+        if name.name == "auto" and cap is not None:
+            name = ScheduleName("auto", min(cap, name.number or cap))
+        ranks, count = stages or _STAGES, microbatches or _MICROBATCHES
+        program = named_schedule(name, ranks=ranks, microbatches=count, times=times)
+    most = max(peak_activations(program))
+    if cap is not None and most > cap:
+        others = _all_schedules(len(program.ranks), program.microbatches, times, cap)
+        keep = [other for other, found in others.items() if max(peak_activations(found)) <= cap]
+        raise UserError(
+            f"schedule {name} holds {most:.4g} microbatches at once where --cap {cap} are allowed: "
+            f"use {choices(keep)}"
+        )
+    return program
+
+
+def _all_schedules(ranks: int, microbatches: int, times: "Times", cap: int | None) -> dict[str, "Program"]:
+    """Every schedule by its name, ``auto`` within the cap."""
+    from fourfold.layer.schedules import named_schedules
+    from fourfold.layer.schedules import schedule as named_schedule
+    from fourfold.specs.schedule_name import ScheduleName
+
+    auto = ScheduleName("auto", cap)
+    return {
+        **named_schedules(ranks=ranks, microbatches=microbatches, depth=cap),
+        str(auto): named_schedule(auto, ranks=ranks, microbatches=microbatches, times=times),
+    }
+
+
+def _numbers(program: "Program", times: "Times") -> dict[str, Any]:
+    """What ``--json`` prints of a schedule."""
+    from fourfold.layer.transfers import with_transfers
+    from fourfold.program import clock
+    from fourfold.program.clock import peak_activations
+
+    timeline = clock(with_transfers(program), times.of(program))
+    return {
+        "bubble_fraction": timeline.bubble,
+        "peak_activations": peak_activations(program),
+        "makespan": timeline.seconds,
+    }
+
+
+def _print_comparison(
+    rows: Mapping[str, "Program"], times: "Times", cap: int | None, *, as_json: bool
+) -> None:
+    """A table, the quickest first."""
+    found = sorted(
+        ((name, program.num_segments, _numbers(program, times)) for name, program in rows.items()),
+        key=lambda row: (row[2]["makespan"], max(row[2]["peak_activations"])),
+    )
+    if as_json:
+        typer.echo(json.dumps({name: numbers for name, _, numbers in found}))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("schedule", "makespan", "bubble", "most activations held", "stages"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    over = False
+    for name, stages, numbers in found:
+        most = max(numbers["peak_activations"])
+        breaks = cap is not None and most > cap
+        over |= breaks
+        table.add_row(
+            name,
+            f"{numbers['makespan']:.6g}",
+            f"{numbers['bubble_fraction']:.1%}",
+            f"{most:.4g}{' !' if breaks else ''}",
+            str(stages),
+            style="dim" if breaks else None,
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    if over:
+        typer.echo(f"! more than the {cap} microbatches that are allowed")
+
+
+def _print_schedule(name: "ScheduleName", program: "Program", times: "Times", *, as_json: bool) -> None:
+    from fourfold.layer.transfers import with_transfers
+    from fourfold.program import draw
+
+    if as_json:
+        typer.echo(json.dumps(_numbers(program, times)))
+        return
+    program = with_transfers(program)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(draw.grid(program, times, width=width))
+    typer.echo(
+        f"\n{name}: {program.num_segments} stages on {len(program.ranks)} ranks, "
+        f"{program.microbatches} microbatches"
+    )
+    typer.echo(draw.summary(program, times))
+
+
+def _write_files(
+    name: "ScheduleName", program: "Program", times: "Times", files: Mapping[str, Path], *, quiet: bool
+) -> None:
+    from fourfold.layer.schedule_file import write_schedule
+    from fourfold.layer.transfers import with_transfers
     from fourfold.program import clock, draw
+    from fourfold.program.trace import write_trace
     from fourfold.run_folder import writing
 
-    program = named_schedule(name, stages=stages, microbatches=microbatches)
-    typer.echo(draw.grid(program))
-    typer.echo("\n" + draw.summary(program))
-    if picture is not None:
-        title = f"{name}, {stages} stages, {microbatches} microbatches: simulated"
-        with writing(picture):
-            draw.picture(clock(program), picture, title=title, unit="forwards")
-        typer.echo(f"picture: {picture}")
+    timeline = clock(with_transfers(program), times.of(program)) if files else None
+    for option, path in files.items():
+        assert timeline is not None
+        with writing(path):
+            if option == "picture":
+                title = f"{name}, {len(program.ranks)} ranks, {program.microbatches} microbatches: simulated"
+                draw.picture(timeline, path, title=title, names=draw.on_row, unit="forwards", shaded=True)
+            elif option == "trace":
+                write_trace(timeline, path, microseconds=1000.0)
+            else:
+                write_schedule(program, path)
+        if not quiet:
+            typer.echo(f"{'schedule' if option == 'save' else option}: {path}")

@@ -1,5 +1,6 @@
 """A training run on one of its ranks: what surrounds ``fourfold.training.train``."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -15,7 +16,9 @@ from fourfold.doctor import device_type, peak_of
 from fourfold.errors import RunStopped
 from fourfold.flops import model_flops
 from fourfold.launch import Rank
+from fourfold.measured import measured_timeline
 from fourfold.mesh import Mesh
+from fourfold.parallel_model import ParallelModel
 from fourfold.pictures import draw_loss, draw_throughput, unigram_entropy
 from fourfold.program import Timeline, draw
 from fourfold.reporting import Reporter
@@ -25,8 +28,6 @@ from fourfold.training import Report, train
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from fourfold.parallel_model import ParallelModel
 
 
 def prepared_corpus(run: RunSpec, tokenizer: Tokenizer) -> Prepared:
@@ -66,64 +67,100 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
     rank.finished(0)
     flops = model_flops(model_spec, batch=run.training.batch, sequence_length=run.data.sequence_length)
     reporting: AbstractContextManager[Reporter | None] = nullcontext()
+    unigram = math.nan
+    title = (
+        f"{Path(run.folder).name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, {device}"
+    )
     if rank.is_first:
         assert folder is not None
         reporting = Reporter(folder, run, model_flops=flops, peak=peak)
-
+        unigram = unigram_entropy(prepared.train)
     with reporting as reporter:
+        if reporter is not None:
+            reporter.console.print(f"{title}; in {folder}")
+            reporter.console.print(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
+            if note:
+                reporter.console.print(note)
+
+        def draw_curves() -> None:
+            assert reporter is not None
+            assert folder is not None
+            _draw_curves(reporter, folder, title, unigram)
 
         def on_report(report: Report) -> None:
             if reporter is not None:
                 reporter(report)
             rank.finished(report.step)
 
-        if reporter is not None:
-            assert folder is not None
-            title = f"{folder.name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, {device}"
-            reporter.console.print(f"{title}; in {folder}")
-            reporter.console.print(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
-            if note:
-                reporter.console.print(note)
-            files = tokenizer_files(tokenizer)
-            unigram = unigram_entropy(prepared.train)
+        def on_start(model: ParallelModel) -> None:
+            if reporter is not None and len(model.stages) > 1:
+                reporter.console.print(_stages(model))
 
-        def draw_pictures() -> None:
-            assert reporter is not None
-            assert folder is not None
-            _draw(reporter, folder, title, unigram)
-
+        files = tokenizer_files(tokenizer)  # read now: they may be gone later
         try:
             model = train(
-                run, model_spec, mesh, train_data=train_data, eval_data=eval_data, on_report=on_report
+                run,
+                model_spec,
+                mesh,
+                train_data=train_data,
+                eval_data=eval_data,
+                on_report=on_report,
+                on_start=on_start,
             )
             check_weights(model, step=run.training.steps)
         except RunStopped:
             # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
             # wait for them: when one ends, a launcher ends all.
             with suppress(RunStopped):
-                rank.on_first("drawing how the run went", draw_pictures)
+                rank.on_first("drawing how the run went", draw_curves)
             raise
+    _save(rank, run, model, folder, files)
+    timeline = measured_timeline(model)
+    text = _sample(run, model, tokenizer)
+    if reporter is not None:
+        assert folder is not None
+        draw_curves()
+        _draw_program(model, timeline, folder, step=run.training.steps)
+        _tell(reporter, folder, unigram)
+        if text:
+            reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
+            print(text, flush=True)
+
+
+def _save(
+    rank: Rank, run: RunSpec, model: ParallelModel, folder: Path | None, tokenizer: Mapping[str, bytes]
+) -> None:
+    """Write the checkpoint on rank 0. All ranks take part."""
     weights = whole_weights(model, keep=rank.is_first)
 
     def save() -> None:
         assert folder is not None
-        step = run.training.steps
-        save_checkpoint(folder / CHECKPOINT, weights=weights, spec=model_spec, step=step, tokenizer=files)
+        step, spec = run.training.steps, model.model.spec
+        save_checkpoint(folder / CHECKPOINT, weights=weights, spec=spec, step=step, tokenizer=tokenizer)
 
     rank.on_first("writing the checkpoint", save)
-    weights.clear()
-    if run.sample.tokens:
-        model.gather_()
-    if reporter is None:
-        return
-    assert folder is not None
-    draw_pictures()
-    _draw_program(model, reporter, folder)
-    _tell(reporter, folder, unigram)
-    if run.sample.tokens:
-        reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
-        text = sample_text(model.model, tokenizer, run.sample, seed=run.seed)
-        print(text, flush=True)
+
+
+def _sample(run: RunSpec, model: ParallelModel, tokenizer: Tokenizer) -> str:
+    """Return the sample, the same on all ranks of the first pipeline; empty on the others."""
+    if not run.sample.tokens:
+        return ""
+    model.gather_()
+    if model.mesh.data.rank:
+        return ""
+    return sample_text(model.model, tokenizer, run.sample, seed=run.seed, last_logits=model.last_logits)
+
+
+def _stages(model: ParallelModel) -> str:
+    """Say which segments each pipeline stage has, and where it is."""
+    place = model.program.rank_of_segment
+    lines = []
+    first = 0
+    for number, names in enumerate(model.stages):
+        held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        lines.append(f"stage {number} on pipeline rank {place[first]}: {held}")
+        first += len(names)
+    return "\n".join(lines)
 
 
 def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, object]:
@@ -161,7 +198,7 @@ def with_distinct_evaluation(run: RunSpec, eval_data: PackedDataset) -> tuple[Ru
     return run.model_copy(update={"evaluation": fewer}), note
 
 
-def check_weights(model: "ParallelModel", *, step: int) -> None:
+def check_weights(model: ParallelModel, *, step: int) -> None:
     """Raise RunStopped where a weight is not finite: such a checkpoint is good for nothing."""
     for name, weights in model.named_masters():
         if not weights.isfinite().all():
@@ -170,12 +207,12 @@ def check_weights(model: "ParallelModel", *, step: int) -> None:
             )
 
 
-def whole_weights(model: "ParallelModel", *, keep: bool) -> dict[str, "Tensor"]:
+def whole_weights(model: ParallelModel, *, keep: bool) -> dict[str, "Tensor"]:
     """Return the whole master weights by name on the rank that keeps them. All ranks take part."""
     return {name: weights.clone() for name, weights in model.named_masters() if keep}
 
 
-def _draw(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:
+def _draw_curves(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:
     """Draw the loss and the throughput as far as the run came."""
     if not reporter.steps:
         return
@@ -196,17 +233,25 @@ def _draw(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:
     )
 
 
-def _draw_program(model: "ParallelModel", reporter: Reporter, folder: Path) -> None:
-    """Write the program of a step as text, and draw the step whose actions were timed."""
+def _draw_program(model: ParallelModel, timeline: Timeline, folder: Path, *, step: int) -> None:
+    """Write the program of a step as text, and draw the last step as it ran."""
     path = folder / "program.txt"
     with writing(path):
-        path.write_text(draw.listing(model.program) + "\n")
-    if reporter.spans is not None:
-        step, spans = reporter.spans
+        path.write_text(f"{_stages(model)}\n{_units(model)}\n\n{draw.listing(model.program)}\n")
+    if timeline.spans:
+        ranks = "on rank 0" if timeline.num_ranks == 1 else f"on {timeline.num_ranks} pipeline ranks"
         picture = folder / "program.png"
         with writing(picture):
-            title = f"Step {step} on rank 0, measured"
-            draw.picture(Timeline(spans, {}, 1), picture, title=title)
+            draw.picture(timeline, picture, title=f"Step {step} {ranks}, measured")
+
+
+def _units(model: ParallelModel) -> str:
+    """Say which parameters each unit of the program has."""
+    return "\n".join(
+        f"unit {number}: {group.name}{'' if group.is_trained else ', frozen'}, used by segments "
+        f"{', '.join(map(str, group.users))}"
+        for number, group in enumerate(model.groups)
+    )
 
 
 def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:

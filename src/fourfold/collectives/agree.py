@@ -24,7 +24,6 @@ from fourfold.mesh import Axis
 
 # Every description has this size, so that ranks that disagree can still exchange theirs.
 DESCRIPTION_BYTES = 256
-_ANNOUNCE_TAG, _ANSWER_TAG = 2, 3
 
 # How many debug contexts are open; the environment opens one for the whole process.
 _open = 1 if os.environ.get("FOURFOLD_DEBUG") == "1" else 0
@@ -77,15 +76,15 @@ def check_counts(axis: Axis, device: torch.device, send: Sequence[int], receive:
         raise CollectiveMismatch(f"ranks disagree on axis {axis.name}, in all_to_all:\n" + "\n".join(wrong))
 
 
-def announce(axis: Axis, peer: int, device: torch.device, description: str) -> Callable[[], None]:
+def announce(axis: Axis, peer: int, device: torch.device, description: str, tag: int) -> Callable[[], None]:
     """Tell a peer what comes, and return a function that raises where it expects something else.
 
     The peer's answer is not awaited here, since it may itself be sending: both sides would wait for ever. It
     is taken in the background, since the peer waits for that.
     """
     answer = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=device)
-    works, _ = backend.send(_encode(description, device), axis, peer, _ANNOUNCE_TAG)
-    works += backend.receive(answer, axis, peer, _ANSWER_TAG)[0]
+    works, _ = backend.send(_encode(description, device), axis, peer, tag, backend.Part.ANNOUNCEMENT)
+    works += backend.receive(answer, axis, peer, tag, backend.Part.ANSWER)[0]
 
     def hear_answer() -> None:
         for work in works:
@@ -95,11 +94,13 @@ def announce(axis: Axis, peer: int, device: torch.device, description: str) -> C
     return hear_answer
 
 
-def answer(axis: Axis, peer: int, device: torch.device, description: str) -> None:
+def answer(axis: Axis, peer: int, device: torch.device, description: str, tag: int) -> None:
     """Hear from a peer what comes, answer with what is expected, and raise where they differ."""
     announced = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=device)
-    _finish("recv", axis, lambda: backend.receive(announced, axis, peer, _ANNOUNCE_TAG))
-    _finish("recv", axis, lambda: backend.send(_encode(description, device), axis, peer, _ANSWER_TAG))
+    _finish("recv", axis, lambda: backend.receive(announced, axis, peer, tag, backend.Part.ANNOUNCEMENT))
+    _finish(
+        "recv", axis, lambda: backend.send(_encode(description, device), axis, peer, tag, backend.Part.ANSWER)
+    )
     _compare(axis, peer, _decode(announced), axis.rank, description)
 
 

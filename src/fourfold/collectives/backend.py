@@ -23,6 +23,7 @@ then. All of them are of one stage, so that what is sent does not depend on when
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,23 @@ SMALL_ALL_GATHER_BYTES = 512 * 1024
 # Above this size of a tensor gloo's own reduce wins, since it spreads the sums over the ranks.
 LARGE_REDUCE_BYTES = 4 * 1024 * 1024
 
-# gloo matches messages of a pair by tag, in order. Those of collectives made of sends and receives have a
-# tag of their own, so that they never meet a message of send and recv.
-SEND_TAG, EXCHANGE_TAG = 0, 1
+
+class Part(IntEnum):
+    """What a message of `send` and `receive` is: the tensor, or in debug mode what is said about it."""
+
+    TENSOR = 1
+    ANNOUNCEMENT = 2
+    ANSWER = 3
+
+
+# gloo matches messages of a pair by tag, and those of one tag in order. Those of collectives made of sends
+# and receives have a tag of their own, so that they never meet a message of send and recv.
+EXCHANGE_TAG = 0
+
+
+def _wire_tag(tag: int, part: Part) -> int:
+    return tag * len(Part) + part
+
 
 # PyTorch 2.13 renamed these two and warns at the old names; 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +70,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str) -> Started:
     """Combine ``tensor`` of all ranks, in place."""
-    if _has_nccl(tensor) or axis.size == 2 or tensor.nbytes > SMALL_ALL_REDUCE_BYTES:
+    if _has_nccl(tensor, axis) or axis.size == 2 or tensor.nbytes > SMALL_ALL_REDUCE_BYTES:
         work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=axis.group, async_op=True)
         return [work], lambda: tensor
     copies = tensor.view(1, -1).repeat(axis.size, 1)
@@ -72,7 +87,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str) -> Started:
 
 def reduce_scatter(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | None) -> Started:
     """Sum ``tensor`` over ranks and leave this rank's rows in ``out``; ``counts`` are rows by rank."""
-    if counts is None and _has_nccl(tensor):
+    if counts is None and _has_nccl(tensor, axis):
         return [_reduce_scatter_single(out, tensor, group=axis.group, async_op=True)], lambda: out
     received = tensor.new_empty((axis.size, *out.shape))
     send = receive = None
@@ -93,9 +108,9 @@ def reduce_scatter(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int
 def reduce(tensor: Tensor, axis: Axis, destination: int) -> Started:
     """Sum ``tensor`` of all ranks in place on ``destination``; the others keep theirs."""
     here = axis.rank == destination
-    if _has_nccl(tensor) or tensor.nbytes > LARGE_REDUCE_BYTES:
+    if _has_nccl(tensor, axis) or tensor.nbytes > LARGE_REDUCE_BYTES:
         # gloo's reduce leaves partial sums in the tensors of the other ranks.
-        buffer = tensor if here or _has_nccl(tensor) else tensor.clone()
+        buffer = tensor if here or _has_nccl(tensor, axis) else tensor.clone()
         work = dist.reduce(buffer, group=axis.group, group_dst=destination, async_op=True)
         return [work], lambda: tensor
     if not here:
@@ -117,11 +132,11 @@ def all_gather(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | 
     """
     mine, gathered = _as_bytes(tensor), _as_bytes(out)
     small = out.nbytes <= SMALL_ALL_GATHER_BYTES
-    if counts is None and (_has_nccl(tensor) or (small and axis.size == 2)):
+    if counts is None and (_has_nccl(tensor, axis) or (small and axis.size == 2)):
         return [_all_gather_single(gathered, mine, group=axis.group, async_op=True)], lambda: out
     row = out.nbytes // sum(counts) if counts is not None else 0
     sizes = [count * row for count in counts] if counts is not None else [mine.numel()] * axis.size
-    if small and not _has_nccl(tensor):
+    if small and not _has_nccl(tensor, axis):
         copies = mine.repeat(axis.size)
         work = dist.all_to_all_single(
             gathered, copies, sizes, [mine.numel()] * axis.size, group=axis.group, async_op=True
@@ -156,15 +171,15 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Started:
     return [work], lambda: tensor
 
 
-def send(tensor: Tensor, axis: Axis, destination: int, tag: int = SEND_TAG) -> Started:
+def send(tensor: Tensor, axis: Axis, destination: int, tag: int, part: Part = Part.TENSOR) -> Started:
     """Send ``tensor`` to one rank."""
-    work = dist.isend(_as_bytes(tensor), group=axis.group, group_dst=destination, tag=tag)
+    work = dist.isend(_as_bytes(tensor), group=axis.group, group_dst=destination, tag=_wire_tag(tag, part))
     return _present([work]), lambda: tensor
 
 
-def receive(tensor: Tensor, axis: Axis, source: int, tag: int = SEND_TAG) -> Started:
+def receive(tensor: Tensor, axis: Axis, source: int, tag: int, part: Part = Part.TENSOR) -> Started:
     """Receive from one rank into ``tensor``."""
-    work = dist.irecv(_as_bytes(tensor), group=axis.group, group_src=source, tag=tag)
+    work = dist.irecv(_as_bytes(tensor), group=axis.group, group_src=source, tag=_wire_tag(tag, part))
     return _present([work]), lambda: tensor
 
 
@@ -183,8 +198,8 @@ def device(axis: Axis) -> torch.device:
     return torch.device("cpu")
 
 
-def _has_nccl(tensor: Tensor) -> bool:
-    return tensor.is_cuda
+def _has_nccl(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.is_cuda and dist.get_backend(axis.group) == "nccl"
 
 
 def _exchange(sent: dict[int, Tensor], received: dict[int, Tensor], axis: Axis) -> list[Work]:

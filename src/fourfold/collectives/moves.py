@@ -153,25 +153,31 @@ def broadcast_(tensor: Tensor, axis: Axis, *, source: int, blocking: bool = True
 
 
 @overload
-def send(tensor: Tensor, axis: Axis, *, destination: int, blocking: Literal[True] = True) -> Tensor: ...
+def send(
+    tensor: Tensor, axis: Axis, *, destination: int, tag: int = 0, blocking: Literal[True] = True
+) -> Tensor: ...
 @overload
-def send(tensor: Tensor, axis: Axis, *, destination: int, blocking: Literal[False]) -> Pending: ...
-def send(tensor: Tensor, axis: Axis, *, destination: int, blocking: bool = True) -> Tensor | Pending:
+def send(
+    tensor: Tensor, axis: Axis, *, destination: int, tag: int = 0, blocking: Literal[False]
+) -> Pending: ...
+def send(
+    tensor: Tensor, axis: Axis, *, destination: int, tag: int = 0, blocking: bool = True
+) -> Tensor | Pending:
     """Send ``tensor`` to the rank ``destination`` of the axis, which calls ``recv_``; return it.
 
-    Messages from one rank to another arrive in the order in which they were sent. Do not count on a
-    blocking send to end before the other side receives.
+    Messages of one tag from one rank to another arrive in the order in which they were sent. On NCCL, which
+    knows no tags, all of an axis do. Do not count on a blocking send to end before the other side receives.
     """
     _check_peer("send", axis, destination)
     note("send", axis, tensor.numel(), tensor.dtype)
 
     def start() -> Started:
-        works, _ = backend.send(packed(tensor), axis, destination)
+        works, _ = backend.send(packed(tensor), axis, destination, tag)
         return works, lambda: tensor
 
     def start_announced() -> Started:
         description = agree.describe(tensor.dtype, tensor.shape)
-        hear_answer = agree.announce(axis, destination, tensor.device, description)
+        hear_answer = agree.announce(axis, destination, tensor.device, description, tag)
         works, _ = start()
 
         def finish() -> Tensor:
@@ -186,11 +192,15 @@ def send(tensor: Tensor, axis: Axis, *, destination: int, blocking: bool = True)
 
 
 @overload
-def recv_(tensor: Tensor, axis: Axis, *, source: int, blocking: Literal[True] = True) -> Tensor: ...
+def recv_(
+    tensor: Tensor, axis: Axis, *, source: int, tag: int = 0, blocking: Literal[True] = True
+) -> Tensor: ...
 @overload
-def recv_(tensor: Tensor, axis: Axis, *, source: int, blocking: Literal[False]) -> Pending: ...
-def recv_(tensor: Tensor, axis: Axis, *, source: int, blocking: bool = True) -> Tensor | Pending:
-    """Fill ``tensor`` with the next message of the rank ``source`` of the axis.
+def recv_(tensor: Tensor, axis: Axis, *, source: int, tag: int = 0, blocking: Literal[False]) -> Pending: ...
+def recv_(
+    tensor: Tensor, axis: Axis, *, source: int, tag: int = 0, blocking: bool = True
+) -> Tensor | Pending:
+    """Fill ``tensor`` with the next message of this tag from the rank ``source`` of the axis.
 
     It must have the shape and dtype of what is sent; only debug mode finds out where it has not. There the
     message is taken when its end is awaited.
@@ -199,11 +209,11 @@ def recv_(tensor: Tensor, axis: Axis, *, source: int, blocking: bool = True) -> 
     note("recv", axis, tensor.numel(), tensor.dtype)
 
     def start() -> Started:
-        return in_place(tensor, lambda buffer: backend.receive(buffer, axis, source))
+        return in_place(tensor, lambda buffer: backend.receive(buffer, axis, source, tag))
 
     def start_late() -> Started:
         def receive() -> Tensor:
-            agree.answer(axis, source, tensor.device, agree.describe(tensor.dtype, tensor.shape))
+            agree.answer(axis, source, tensor.device, agree.describe(tensor.dtype, tensor.shape), tag)
             works, finish = start()
             for work in works:
                 work.wait()

@@ -1,73 +1,336 @@
-"""Pipeline schedules as pure functions: the order in which each rank runs its stage's microbatches.
+"""Pipeline schedules as pure functions: the order in which each rank runs its stages' microbatches.
 
-A schedule is a `Program` whose segments are stages and whose actions are only compute (F and B). Gradient
-accumulation is a pipeline of one stage: `one_forward_one_backward` with a single stage runs each microbatch
-forward and backward in turn and holds the activations of one.
+A schedule is a `Program` whose segments are stages and whose actions are only compute. Stages are placed on
+ranks in a *loop* (stage s on rank s % P; with one stage a rank, the plain pipeline) or in a *V* (down the
+ranks and up again, so that the first and the last stage share rank 0). Gradient accumulation is a pipeline of
+one stage: `one_forward_one_backward` on one rank runs each microbatch forward and backward in turn and holds
+the activations of one.
+
+Every schedule is right for any number of ranks and microbatches. P ranks, M microbatches, v stages a rank;
+F, I, W and B = I + W: seconds of one microbatch on a rank's share of the model. A bubble is the time beyond
+M(F+B).
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
-from fourfold.errors import UserError, nearest
+from fourfold.errors import UserError
+from fourfold.layer.list_scheduling import list_schedule, loop_placement, over_stages, v_placement
+from fourfold.layer.schedule_file import read_schedule
+from fourfold.layer.schedule_search import MOST_CHUNKS, quickest
 from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.clock import Times
+from fourfold.specs.schedule_name import ScheduleName
 
 
-def gpipe(*, stages: int, microbatches: int) -> Program:
-    """All forwards, then all backwards (Huang et al. 2019, GPipe).
+def schedule(
+    name: str | ScheduleName,
+    *,
+    ranks: int,
+    microbatches: int,
+    times: Times | None = None,
+    most_stages: int | None = None,
+) -> Program:
+    """Return a schedule by its name, as ``1f1b`` or ``interleaved2``, or from a file.
 
-    Bubble (P-1)(F+B) a rank; every rank holds the activations of all M microbatches.
+    Args:
+        name: a name, with its number where it has one, or the path of a CSV or JSON file.
+        ranks: pipeline ranks.
+        microbatches: microbatches of a step.
+        times: what ``auto`` is quickest for; the others do not depend on it.
+        most_stages: more stages than this cannot be filled, as a model has only so many layers.
+
+    Raises:
+        UserError: with every mistake.
     """
-    order = range(microbatches)
-    return _one_stage_a_rank(
-        [
-            [Action(Kind.FORWARD, stage, m) for m in order] + [Action(Kind.BACKWARD, stage, m) for m in order]
-            for stage in range(stages)
-        ],
-        microbatches,
-    )
-
-
-def one_forward_one_backward(*, stages: int, microbatches: int) -> Program:
-    """1F1B (Narayanan et al. 2021, PipeDream-flush): after a warm-up, one forward and one backward in turn.
-
-    The bubble of GPipe, but rank r holds the activations of at most P-r microbatches.
-    """
-    ranks = []
-    for stage in range(stages):
-        warm_up = min(microbatches, stages - stage - 1)
-        actions = [Action(Kind.FORWARD, stage, m) for m in range(warm_up)]
-        for m in range(microbatches - warm_up):
-            actions += [Action(Kind.FORWARD, stage, warm_up + m), Action(Kind.BACKWARD, stage, m)]
-        actions += [Action(Kind.BACKWARD, stage, m) for m in range(microbatches - warm_up, microbatches)]
-        ranks.append(actions)
-    return _one_stage_a_rank(ranks, microbatches)
-
-
-SCHEDULES: dict[str, Callable[..., Program]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-"""The schedules by their name in the layout notation and on the command line."""
-
-
-def schedule(name: str, *, stages: int, microbatches: int) -> Program:
-    """Return the named schedule, or raise `UserError` with the names that exist."""
-    problems = []
-    if name not in SCHEDULES:
-        problems.append(
-            f"there is no schedule '{name}': use {' or '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}"
-        )
+    problems: list[str] = []
+    if isinstance(name, str):
+        try:
+            name = ScheduleName.parse(name)
+        except UserError as error:
+            problems += error.messages
     problems += [
         f"{what}={value}: must be at least 1"
-        for what, value in (("stages", stages), ("microbatches", microbatches))
+        for what, value in (("ranks", ranks), ("microbatches", microbatches))
         if value < 1
     ]
     if problems:
         raise UserError(*problems)
-    return SCHEDULES[name](stages=stages, microbatches=microbatches)
+    assert isinstance(name, ScheduleName)
+    times = Times() if times is None else times
+    if name.is_file:
+        program = read_schedule(name.name, ranks=ranks, microbatches=microbatches)
+    elif name.name == "auto":
+        program = quickest(
+            named_schedules(ranks=ranks, microbatches=microbatches, depth=name.number),
+            ranks=ranks,
+            microbatches=microbatches,
+            times=times,
+            most_activations=name.number,
+            most_stages=most_stages,
+        )
+    else:
+        program = _named(name, ranks, microbatches)
+    if most_stages is not None and program.num_segments > most_stages:
+        raise UserError(
+            f"schedule {name} cuts the model into {program.num_segments} stages on {ranks} ranks, "
+            f"but there are layers for {most_stages}"
+        )
+    return program
 
 
-def _one_stage_a_rank(ranks: list[list[Action]], microbatches: int) -> Program:
-    stages = range(len(ranks))
-    return Program(
-        ranks=tuple(tuple(actions) for actions in ranks),
-        rank_of_segment=tuple(stages),
-        microbatches=microbatches,
-        users=tuple((stage,) for stage in stages),
+def named_schedules(*, ranks: int, microbatches: int, depth: int | None = None) -> dict[str, Program]:
+    """Every named schedule that does not depend on times, by the name that a user writes.
+
+    Up to ``MOST_CHUNKS`` stages a rank; 1F1B with its own depth, with the one that hides messages, and with
+    ``depth``.
+    """
+    depths = {2 * ranks - 1} | ({depth} if depth else set())
+    names = ["gpipe", "1f1b", *[f"1f1b{number}" for number in sorted(depths - {ranks})]]
+    names += [f"{name}{chunks}" for name in ("interleaved", "bfs") for chunks in range(2, MOST_CHUNKS + 1)]
+    names += ["zb-h1", "zb-h2", "zbv", "dualpipev"]
+    return {name: _named(ScheduleName.parse(name), ranks, microbatches) for name in names}
+
+
+def _named(name: ScheduleName, ranks: int, microbatches: int) -> Program:
+    """A schedule that does not depend on times."""
+    sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches}
+    chunks = name.number or 1
+    generators: dict[str, Callable[[], Program]] = {
+        "gpipe": lambda: gpipe(**sizes),
+        "1f1b": lambda: one_forward_one_backward(**sizes, depth=name.number),
+        "interleaved": lambda: interleaved(**sizes, chunks=chunks),
+        "bfs": lambda: breadth_first(**sizes, chunks=chunks),
+        "zb-h1": lambda: zero_bubble(**sizes),
+        "zb-h2": lambda: zero_bubble(**sizes, deep=True),
+        "zbv": lambda: zero_bubble_v(**sizes),
+        "dualpipev": lambda: dual_pipe_v(**sizes),
+    }
+    return generators[name.name]()
+
+
+def gpipe(*, ranks: int, microbatches: int) -> Program:
+    """All forwards, then all backwards (Huang et al. 2019, GPipe).
+
+    Bubble (P-1)(F+B); every rank holds the activations of all M microbatches.
+    """
+    return breadth_first(ranks=ranks, microbatches=microbatches, chunks=1)
+
+
+def one_forward_one_backward(*, ranks: int, microbatches: int, depth: int | None = None) -> Program:
+    """1F1B (Narayanan et al. 2021, PipeDream-flush): after a warm-up, one forward and one backward in turn.
+
+    The bubble of GPipe, but rank r holds the activations of at most P-r microbatches. With a ``depth`` of D
+    the first rank holds D, and the others in proportion. 2P-1 hides the time of messages ("eager 1F1B");
+    fewer than P take less memory and more time.
+    """
+    orders = []
+    for rank in range(ranks):
+        behind = ranks - 1 - rank
+        extra = 0 if depth is None else round((depth - ranks) * behind / max(ranks - 1, 1))
+        stage = [(rank, m) for m in range(microbatches)]
+        orders.append(_alternating(stage, stage, warm_up=behind + extra))
+    return over_stages(orders, loop_placement(ranks, 1), microbatches)
+
+
+def interleaved(*, ranks: int, microbatches: int, chunks: int) -> Program:
+    """Interleaved 1F1B (Narayanan et al. 2021, Megatron-LM): 1F1B over v stages a rank, placed in a loop.
+
+    Bubble (P-1)(F+B)/v where M >= P. Microbatches pass through the stages in groups of P, or where P does not
+    divide M of a few more; where it does, the first rank holds (P-1)/v microbatches more than under 1F1B.
+    """
+    groups = _groups(microbatches, max(microbatches // ranks, 1))
+    forward_chunks = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
+    backward_chunks = [(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
+    orders = []
+    for rank in range(ranks):
+        forwards = [(chunk * ranks + rank, m) for chunk, m in forward_chunks]
+        backwards = [(chunk * ranks + rank, m) for chunk, m in backward_chunks]
+        per_hop = 1 if chunks == 1 else 2
+        warm_up = per_hop * (ranks - 1 - rank) + (chunks - 1) * len(groups[0])
+        orders.append(_alternating(forwards, backwards, warm_up=warm_up))
+    return over_stages(orders, loop_placement(ranks, chunks), microbatches)
+
+
+def breadth_first(*, ranks: int, microbatches: int, chunks: int) -> Program:
+    """Looped breadth-first (Lamy-Poirier 2023): all microbatches pass one stage before the next of the rank.
+
+    Bubble (P-1)(F+B)/v where M >= P; every rank holds the activations of all M microbatches. With sharded
+    weights it gathers each stage only once each way.
+    """
+    orders = []
+    for rank in range(ranks):
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        forwards = [Action(Kind.FORWARD, stage, m) for stage in stages for m in range(microbatches)]
+        backwards = [Action(Kind.BACKWARD, stage, m) for stage in stages[::-1] for m in range(microbatches)]
+        orders.append(forwards + backwards)
+    return over_stages(orders, loop_placement(ranks, chunks), microbatches)
+
+
+def zero_bubble(*, ranks: int, microbatches: int, deep: bool = False) -> Program:
+    """ZB-H1, or ``deep`` ZB-H2 (Qi et al. 2023): weight gradients apart, where a rank would stand idle.
+
+    H1 keeps the first rank's activations of 1F1B on every rank, P microbatches: bubble (P-1)(F+I-W) where
+    W <= F and W <= I. H2 warms up with twice the forwards and holds 2P-1. From its own first to its own last
+    action a rank then stands idle (P-1)(F+I-2W), nothing where all are equal; but a step ends on all ranks at
+    once, which adds (P-1)W: the first rank starts (P-1)F before the last.
+    """
+    per_hop, most = (2, 2 * ranks - 1) if deep else (1, ranks)
+    orders = []
+    for rank in range(ranks):
+        warm_up = min(per_hop * (ranks - 1 - rank), microbatches)
+        actions = [Action(Kind.FORWARD, rank, m) for m in range(warm_up)]
+        weights = 0
+        for m in range(microbatches):
+            forward = warm_up + m
+            # A weight gradient makes room for a forward; later on it fills the wait for the next gradient.
+            if (forward - weights >= most) if forward < microbatches else (weights < m):
+                actions.append(Action(Kind.WEIGHT_GRADIENT, rank, weights))
+                weights += 1
+            if forward < microbatches:
+                actions.append(Action(Kind.FORWARD, rank, forward))
+            actions.append(Action(Kind.INPUT_GRADIENT, rank, m))
+        orders.append(actions + [Action(Kind.WEIGHT_GRADIENT, rank, m) for m in range(weights, microbatches)])
+    return over_stages(orders, loop_placement(ranks, 1), microbatches)
+
+
+class _Order:
+    """The order of one rank, written down; each stage takes the microbatches in turn."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done: Counter[tuple[Kind, int]] = Counter()
+        self.deferred: list[tuple[int, int]] = []
+
+    def forward(self, stage: int) -> None:
+        """The next forward of a stage."""
+        self._next(Kind.FORWARD, Kind.FORWARD, stage)
+
+    def backward(self, stage: int) -> None:
+        """The next backward of a stage, whole."""
+        self._next(Kind.BACKWARD, Kind.BACKWARD, stage)
+
+    def input_gradient(self, stage: int) -> None:
+        """The next backward of a stage, its weight gradient deferred."""
+        self.deferred.append((stage, self.done[Kind.BACKWARD, stage]))
+        self._next(Kind.INPUT_GRADIENT, Kind.BACKWARD, stage)
+
+    def weight_gradient(self, stage: int | None = None) -> None:
+        """The weight gradient that was deferred first, of one stage or of any."""
+        found = next(pair for pair in self.deferred if stage in (None, pair[0]))
+        self.deferred.remove(found)
+        self.actions.append(Action(Kind.WEIGHT_GRADIENT, *found))
+
+    def _next(self, kind: Kind, counted: Kind, stage: int) -> None:
+        self.actions.append(Action(kind, stage, self.done[counted, stage]))
+        self.done[counted, stage] += 1
+
+
+def zero_bubble_v(*, ranks: int, microbatches: int) -> Program:
+    """ZBV (Qi et al. 2024): the zero bubble with P microbatches in flight, on two stages a rank in a V.
+
+    Where F = I = W and M >= 2P-1 the bubble is (P-1)F/2, and a rank never stands idle between its own first
+    and last action.
+    """
+    if microbatches < 2 * ranks - 1:
+        return _few_in_a_v(ranks, microbatches, most_in_flight=2 * ranks)
+    orders = []
+    for rank in range(ranks):
+        down, up, order = rank, 2 * ranks - 1 - rank, _Order()
+        for _ in range(2 * (ranks - rank) - 1):
+            order.forward(down)
+        for _ in range(rank):
+            order.forward(up)
+            order.forward(down)
+        for turn in range(microbatches - rank):
+            if turn >= ranks - rank:  # the first microbatch has come back
+                if order.done[Kind.FORWARD, down] < microbatches:
+                    order.forward(down)
+                order.input_gradient(down)
+                order.weight_gradient(down)
+            order.forward(up)
+            order.input_gradient(up)
+            order.weight_gradient(up)
+        for _ in range(rank):
+            order.input_gradient(down)
+            order.input_gradient(up)
+        for _ in range(ranks - rank):
+            order.input_gradient(down)
+            order.weight_gradient(down)
+        for stage in (up, down):
+            for _ in range(rank):
+                order.weight_gradient(stage)
+        orders.append(order.actions)
+    return over_stages(orders, v_placement(ranks), microbatches)
+
+
+def dual_pipe_v(*, ranks: int, microbatches: int) -> Program:
+    """DualPipeV (DeepSeek 2025): forwards of one stage and backwards of the other in turn, in a V.
+
+    Holds P + 1/2 microbatches; bubble (P-1)F/2 where F = I = W and M >= 2P. The original runs a forward
+    and a backward of different microbatches at the same time; here one follows the other.
+    """
+    if microbatches < 2 * ranks:
+        return _few_in_a_v(ranks, microbatches, most_in_flight=2 * ranks + 1)
+    orders = []
+    for rank in range(ranks):
+        down, up, order = rank, 2 * ranks - 1 - rank, _Order()
+        behind = ranks - 1 - rank
+        for _ in range(2 * behind):
+            order.forward(down)
+        for _ in range(rank + 1):
+            order.forward(down)
+            order.forward(up)
+        for _ in range(behind):
+            order.input_gradient(up)
+            order.weight_gradient()
+            order.forward(up)
+        for turn in range(microbatches - ranks):
+            if turn < microbatches - 2 * ranks + rank + 1:
+                order.forward(down)
+            order.backward(up)
+            order.forward(up)
+            order.backward(down)
+        for turn in range(2 * (rank + 1)):  # the second half of these in halves
+            stage = down if turn % 2 else up
+            (order.backward if turn <= rank else order.input_gradient)(stage)
+        for _ in range(behind):
+            order.weight_gradient()
+            order.input_gradient(down)
+        for _ in range(rank + 1):
+            order.weight_gradient()
+        orders.append(order.actions)
+    return over_stages(orders, v_placement(ranks), microbatches)
+
+
+def _few_in_a_v(ranks: int, microbatches: int, *, most_in_flight: int) -> Program:
+    """Too few microbatches for the pattern to begin: what list scheduling finds with F = I = W."""
+    found = list_schedule(
+        v_placement(ranks), microbatches=microbatches, most_in_flight=most_in_flight, times=Times()
     )
+    assert found is not None
+    return found.program()
+
+
+def _groups(count: int, groups: int) -> list[range]:
+    """Cut 0, 1, ... into runs of nearly equal length, the longest first."""
+    longest = -(-count // groups)
+    long_ones = count - (longest - 1) * groups
+    cuts = [0]
+    for group in range(groups):
+        cuts.append(cuts[-1] + (longest if group < long_ones else longest - 1))
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def _alternating(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], *, warm_up: int
+) -> list[Action]:
+    """So many forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    actions = [Action(Kind.FORWARD, *pair) for pair in forwards[:warm_up]]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        actions += [Action(Kind.FORWARD, *forward), Action(Kind.BACKWARD, *backward)]
+    left = len(forwards) - warm_up
+    return actions + [Action(Kind.BACKWARD, *pair) for pair in backwards[left:]]

@@ -141,6 +141,10 @@ class Decoder(nn.Module):
         """Return the sum of the losses over the tokens that have a label, in float32 or higher."""
         return self._head(self.residual(batch), batch)
 
+    def last_logits(self, x_BSC: Tensor) -> Tensor:
+        """Return the logits (V,) after the last token of the only row, from the last layer's output."""
+        return self._logits(x_BSC[0, -1])
+
     def pieces(self) -> list[Piece]:
         """Return the segments in order; one after the other, they compute `loss_sum`."""
         pieces = [Piece("embed", (self.model.embed_tokens,), self._embed, is_lookup=True)]

@@ -27,15 +27,29 @@ class Kind(StrEnum):
     FREE = "FREE"
     REDUCE = "REDUCE"
     ALL_REDUCE = "ALLREDUCE"
+    SEND_ACTIVATION = "SEND_F"
+    RECV_ACTIVATION = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECV_GRADIENT = "RECV_B"
     LOSS = "LOSS"
     UPDATE = "UPDATE"
+
+    __hash__ = str.__hash__  # of the same text; Enum's own is Python code, and actions are hashed a lot
 
 
 COMPUTE: frozenset[Kind] = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
 """Actions that run a segment's forward or backward on one microbatch."""
 
-COMMUNICATION: frozenset[Kind] = frozenset({Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS})
-"""Actions that start a collective, which runs on while others compute."""
+SENDS: frozenset[Kind] = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+"""Actions that start to send what a segment computed to the pipeline rank that goes on with it."""
+
+RECEIVES: frozenset[Kind] = frozenset({Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT})
+"""Actions that make room for a message; it has come by the compute action that needs it."""
+
+TRANSFERS: frozenset[Kind] = SENDS | RECEIVES
+
+COMMUNICATION: frozenset[Kind] = TRANSFERS | {Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS}
+"""Actions that start a communication, which runs on while others compute."""
 
 CONTRIBUTES: frozenset[Kind] = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 """Actions that end a microbatch's contribution to a segment's weight gradients."""
@@ -43,7 +57,9 @@ CONTRIBUTES: frozenset[Kind] = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 SUMS: frozenset[Kind] = frozenset({Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS})
 """Collectives that the update waits for."""
 
-_PATTERN = re.compile(r"(\d+)?(UPDATE|ALLREDUCE|REDUCE|GATHER|FREE|LOSS|F|B|I|W)(\d+)?")
+_PATTERN = re.compile(
+    r"(\d+)?(UPDATE|ALLREDUCE|REDUCE|GATHER|FREE|SEND_F|RECV_F|SEND_B|RECV_B|LOSS|F|B|I|W)(\d+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +69,11 @@ class Action:
     On a unit: `GATHER` brings its weights to all ranks that share it, `FREE` releases them, `REDUCE` sums its
     gradients to where they belong, `ALL_REDUCE` sums those sums over the replicas of a sharded model.
     ``2GATHER1`` is the second gather of unit 2 in the step, ``2FREE1`` what ends it; ``2REDUCE`` is its only
-    reduction, ``2REDUCE1`` the second of several. `LOSS` sums the loss over the Batch axis, `UPDATE` runs the
+    reduction, ``2REDUCE1`` the second of several. `LOSS` sums the loss over all ranks, `UPDATE` runs the
     optimizer.
+
+    Between pipeline ranks: ``2SEND_F0`` sends the output of ``2F0``, and ``3RECV_F0`` receives it for ``3F0``;
+    ``3SEND_B0`` sends the gradient that ``3B0`` (or ``3I0``) computed, and ``2RECV_B0`` receives it.
 
     Attributes:
         kind: what to do.
@@ -68,15 +87,15 @@ class Action:
 
     @property
     def segment(self) -> int:
-        """The segment of a compute action."""
-        assert self.kind in COMPUTE
+        """The segment of a compute action, or of a message."""
+        assert self.kind in _ON_SEGMENT
         assert self.place is not None
         return self.place
 
     @property
     def microbatch(self) -> int:
-        """The microbatch of a compute action."""
-        assert self.kind in COMPUTE
+        """The microbatch of a compute action, or of a message."""
+        assert self.kind in _ON_SEGMENT
         assert self.turn is not None
         return self.turn
 
@@ -105,17 +124,21 @@ class Action:
         return action
 
 
+_ON_SEGMENT = COMPUTE | TRANSFERS
 _ON_UNIT = frozenset({Kind.GATHER, Kind.FREE, Kind.REDUCE, Kind.ALL_REDUCE})
 
 
 def _written(kind: Kind) -> list[tuple[bool, bool]]:
     """Whether a place and a turn are written with a kind of action."""
-    if kind in COMPUTE or kind in (Kind.GATHER, Kind.FREE):
+    if kind in _ON_SEGMENT or kind in (Kind.GATHER, Kind.FREE):
         return [(True, True)]
     if kind is Kind.REDUCE:
         return [(True, False), (True, True)]
     return [(kind is Kind.ALL_REDUCE, False)]
 
+
+_SEND_OF = {Kind.RECV_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT: Kind.SEND_GRADIENT}
+_RECV_OF = {send: receive for receive, send in _SEND_OF.items()}
 
 _EXAMPLES = {kind: f"{'2' * place}{kind}{'0' * turn}" for kind in Kind for place, turn in _written(kind)[:1]}
 
@@ -132,6 +155,7 @@ class Program:
             whose parameters were joined, and for the unit of a tied embedding also the last segment.
         frozen: the units that are not trained.
         lookups: the segments whose backward does not read their weights: an embedding.
+        replicated: the units whose pieces more ranks hold than those of the fsdp axis.
         placement: where weights, gradients and optimizer state live.
     """
 
@@ -141,6 +165,7 @@ class Program:
     users: tuple[tuple[int, ...], ...]
     frozen: frozenset[int] = frozenset()
     lookups: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
     placement: Placement = REPLICATED
 
     @property
@@ -180,6 +205,38 @@ class Program:
             return action.segment not in self.lookups
         return action.kind is Kind.FORWARD
 
+    def sender(self, receive: Action) -> Action:
+        """The SEND that a RECV gets its message from."""
+        step = -1 if receive.kind is Kind.RECV_ACTIVATION else 1
+        return Action(_SEND_OF[receive.kind], receive.segment + step, receive.microbatch)
+
+    def receiver(self, send: Action) -> Action:
+        """The RECV that gets the message of a SEND."""
+        step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
+        return Action(_RECV_OF[send.kind], send.segment + step, send.microbatch)
+
+    def peer(self, transfer: Action) -> int:
+        """The pipeline rank at the other end of a SEND or RECV."""
+        other = self.receiver(transfer) if transfer.kind in SENDS else self.sender(transfer)
+        return self.rank_of_segment[other.segment]
+
+    def maker(self, send: Action) -> Action:
+        """The compute action whose result a SEND sends."""
+        if send.kind is Kind.SEND_ACTIVATION:
+            return Action(Kind.FORWARD, send.segment, send.microbatch)
+        return self._input_gradient(send.segment, send.microbatch)
+
+    def message_needed(self, action: Action) -> Action | None:
+        """The RECV of what a compute action starts from, None where that is made on the same rank."""
+        kind = Kind.RECV_ACTIVATION if action.kind is Kind.FORWARD else Kind.RECV_GRADIENT
+        receive = Action(kind, action.segment, action.microbatch)
+        is_received = action.kind is not Kind.WEIGHT_GRADIENT and receive in self._receives
+        return receive if is_received else None
+
+    @cached_property
+    def _receives(self) -> frozenset[Action]:
+        return frozenset(action for _, action in self.actions() if action.kind in RECEIVES)
+
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """The (segment, microbatch) pairs whose backward is written as I then W."""
@@ -196,31 +253,45 @@ class Program:
 
         - the forward of a segment needs the forward of the segment before it;
         - its backward (B or I) needs its own forward and the backward of the segment after it;
+        - what goes from one rank to another needs to be sent: the compute action needs the SEND, which needs
+          what made it, and a RECV before it (a schedule, in which nothing is sent yet, needs what made it itself);
         - a weight gradient needs the input gradient of the same segment and microbatch;
         - what reads weights that are gathered needs the gather before it;
         - a reduction needs the contributions of its rank since the one before: every weight gradient of every
           user of the unit; the sum over replicas needs the unit's last reduction;
-        - the sum of the loss needs the last segment's forward of every microbatch;
+        - the sum of the loss needs the last segment's forward of every microbatch, where that is on the rank;
         - the update needs every sum of its rank: reductions, and the loss where it is known.
         """
         if action.kind is Kind.UPDATE:
             return [other for other in self.ranks[rank] if other.kind in SUMS]
         if action.kind is Kind.LOSS:
+            if self.rank_of_segment[-1] != rank:
+                return []
             return [Action(Kind.FORWARD, self.num_segments - 1, index) for index in range(self.microbatches)]
         if action.kind in _ON_UNIT:
             return self._needs_on_units[rank].get(action, [])
+        if action.kind in RECEIVES:
+            return []
         segment, microbatch = action.segment, action.microbatch
+        if action.kind in SENDS:
+            return [self.maker(action)]
         if action.kind is Kind.WEIGHT_GRADIENT:
             return [Action(Kind.INPUT_GRADIENT, segment, microbatch)]
         needs = list(self._needs_on_units[rank].get(action, []))
-        if action.kind is Kind.FORWARD:
-            return needs + ([Action(Kind.FORWARD, segment - 1, microbatch)] if segment > 0 else [])
-        needs.append(Action(Kind.FORWARD, segment, microbatch))
-        if segment + 1 < self.num_segments:
-            split = (segment + 1, microbatch) in self.split_backwards
-            kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-            needs.append(Action(kind, segment + 1, microbatch))
+        if action.kind is not Kind.FORWARD:
+            needs.append(Action(Kind.FORWARD, segment, microbatch))
+        if (receive := self.message_needed(action)) is not None:
+            needs += [receive, self.sender(receive)]
+        elif action.kind is Kind.FORWARD and segment > 0:
+            needs.append(Action(Kind.FORWARD, segment - 1, microbatch))
+        elif action.kind is not Kind.FORWARD and segment + 1 < self.num_segments:
+            needs.append(self._input_gradient(segment + 1, microbatch))
         return needs
+
+    def _input_gradient(self, segment: int, microbatch: int) -> Action:
+        """The action that computes the gradient of a segment's input: I where the backward is split, or B."""
+        split = (segment, microbatch) in self.split_backwards
+        return Action(Kind.INPUT_GRADIENT if split else Kind.BACKWARD, segment, microbatch)
 
     @cached_property
     def _needs_on_units(self) -> tuple[dict[Action, list[Action]], ...]:

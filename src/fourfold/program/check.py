@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from itertools import product
 
 from fourfold.errors import UserError
-from fourfold.program.actions import COMPUTE, CONTRIBUTES, Action, Kind, Program
+from fourfold.program.actions import (
+    COMPUTE,
+    CONTRIBUTES,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    Program,
+)
 from fourfold.program.clock import clock, peak_in_flight
 
 
@@ -22,7 +31,10 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         max_in_flight: the most (segment, microbatch) activations that a rank may hold at once.
     """
     problems = [*_places(program), *_completeness(program)]
-    if any(action.kind not in COMPUTE for _, action in program.actions()):  # else a schedule
+    kinds = {action.kind for _, action in program.actions()}
+    if kinds & TRANSFERS and (unpaired := _messages(program)):
+        raise UserError(*problems, *unpaired)
+    if kinds - COMPUTE - TRANSFERS:  # else a schedule
         problems += _sums(program)
         if program.placement.optimizer:
             problems += _weights(program)
@@ -36,7 +48,7 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
 def _places(program: Program) -> list[str]:
     problems = []
     for rank, action in program.actions():
-        if action.kind in COMPUTE:
+        if action.kind in COMPUTE or action.kind in TRANSFERS:
             if action.segment >= program.num_segments:
                 problems.append(
                     f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0"
@@ -74,20 +86,56 @@ def _completeness(program: Program) -> list[str]:
     return problems
 
 
+def _messages(program: Program) -> list[str]:
+    """What goes from rank to rank is sent once and received once, on each edge in the same order."""
+    problems = []
+    counts = Counter(action for _, action in program.actions() if action.kind in TRANSFERS)
+    expected: set[Action] = set()
+    for segment in range(program.num_segments - 1):
+        if program.rank_of_segment[segment] != program.rank_of_segment[segment + 1]:
+            for m in range(program.microbatches):
+                sends = Action(Kind.SEND_ACTIVATION, segment, m), Action(Kind.SEND_GRADIENT, segment + 1, m)
+                expected.update(sends, map(program.receiver, sends))
+    problems += [
+        f"{action} stands {counts[action]} times: must be {'once' if action in expected else 'left out'}"
+        for action in sorted(expected | set(counts), key=str)
+        if counts[action] != (action in expected)
+    ]
+    if problems:
+        return problems
+    sent: dict[tuple[int, int, Kind], list[Action]] = {}
+    received: dict[tuple[int, int, Kind], list[Action]] = {}
+    for rank, action in program.actions():
+        if action.kind in SENDS:
+            sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
+        elif action.kind in RECEIVES:
+            send = program.sender(action)
+            received.setdefault((program.peer(action), rank, send.kind), []).append(send)
+    for edge, messages in sent.items():
+        for first, second in zip(messages, received[edge], strict=True):
+            if first != second:
+                problems.append(
+                    f"from rank {edge[0]} to rank {edge[1]} {first} is sent where {second} is received: "
+                    "the order must be the same"
+                )
+                break
+    return problems
+
+
 def _sums(program: Program) -> list[str]:
     """A whole program sums the loss once and each gradient after its last contribution, and then updates."""
     problems = []
     for rank, actions in enumerate(program.ranks):
-        counts = Counter(action for action in actions if action.kind not in COMPUTE)
+        counts = Counter(action for action in actions if action.kind not in COMPUTE | TRANSFERS)
         problems += [
             f"{action} stands {count} times on rank {rank}: must be once"
             for action, count in counts.items()
             if count > 1
         ]
-        needed = [Action(Kind.UPDATE)]
-        needed += [Action(Kind.LOSS)] if program.rank_of_segment[-1] == rank else []
-        if any(action.kind is Kind.ALL_REDUCE for action in actions):
-            needed += [Action(Kind.ALL_REDUCE, unit) for unit in program.trained_on(rank)]
+        needed = [Action(Kind.LOSS), Action(Kind.UPDATE)]
+        if program.placement.optimizer:
+            replicated = program.replicated.intersection(program.trained_on(rank))
+            needed += [Action(Kind.ALL_REDUCE, unit) for unit in sorted(replicated)]
         problems += [
             f"{action} stands 0 times on rank {rank}: must be once" for action in needed if not counts[action]
         ]
@@ -153,11 +201,20 @@ def _weights(program: Program) -> list[str]:
 
 
 def _deadlocks(program: Program) -> list[str]:
-    timeline = clock(program)
+    """No rank waits for ever, neither where messages are buffered nor where each waits for its receiver."""
     problems = []
+    timeline = clock(program)
+    if not timeline.stuck:
+        timeline = clock(program, rendezvous=True)
     for rank, action in timeline.stuck.items():
-        done = {span.action for span in timeline.spans if span.rank == rank or span.action.kind in COMPUTE}
-        missing = [need for need in program.needs(rank, action) if need not in done]
+        done = {
+            span.action
+            for span in timeline.spans
+            if span.rank == rank or span.action.kind in COMPUTE | TRANSFERS
+        }
+        needs = program.needs(rank, action)
+        needs += [program.receiver(action)] if action.kind in SENDS else []
+        missing = [need for need in needs if need not in done]
         waits = ", ".join(str(need) for need in missing[:4])
         problems.append(f"{action} on rank {rank} can never start: it waits for {waits}")
     return problems

@@ -1,13 +1,23 @@
 """Simulate a program: when each action runs, what stands idle, how much is in flight.
 
-Each rank has two lanes. Compute actions and the update run one after another in program order; a
-collective starts when it is reached, runs on the communication lane, and holds back only what needs it.
+Each rank computes in one lane: compute actions and the update run one after another in program order. A
+collective starts when it is reached, runs on a lane for collectives, and holds back only what needs it. So
+does a message between pipeline ranks; each pair of ranks, direction and kind has a lane of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fourfold.program.actions import COMMUNICATION, COMPUTE, Action, Kind, Program
+from fourfold.program.actions import (
+    COMMUNICATION,
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Kind,
+    Program,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +73,39 @@ def unit_seconds(action: Action) -> float:
     return 1.0 if action.kind in COMPUTE else 0.0
 
 
-def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -> Timeline:
+@dataclass(frozen=True)
+class Times:
+    """Durations on one microbatch of what one rank holds of the model, and of a message, in any one unit.
+
+    Where a rank holds several stages, each takes its share.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    send: float = 0.0
+
+    def of(self, schedule: Program) -> Callable[[Action], float]:
+        """The duration of the actions of a schedule over stages."""
+        share = len(schedule.ranks) / schedule.num_segments
+        durations = dict.fromkeys(Kind, 0.0) | dict.fromkeys(SENDS, self.send)
+        durations[Kind.FORWARD] = self.forward * share
+        durations[Kind.BACKWARD] = (self.input_gradient + self.weight_gradient) * share
+        durations[Kind.INPUT_GRADIENT] = self.input_gradient * share
+        durations[Kind.WEIGHT_GRADIENT] = self.weight_gradient * share
+        return lambda action: durations[action.kind]
+
+
+def clock(
+    program: Program, seconds: Callable[[Action], float] = unit_seconds, *, rendezvous: bool = False
+) -> Timeline:
     """Run ``program`` on paper.
 
     Args:
         program: what to simulate.
         seconds: the duration of an action, given or measured.
+        rendezvous: a SEND holds its rank until the message has arrived, and a message leaves when its RECV
+            stands ready: the strictest transport. Without, a SEND runs behind what follows.
 
     Returns:
         The timeline. Where ranks wait for each other for ever, `Timeline.stuck` names their next actions.
@@ -77,27 +114,44 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
     position = [0] * len(program.ranks)
     compute_free = [0.0] * len(program.ranks)
     link_free = [0.0] * len(program.ranks)
+    edge_free: dict[tuple[int, int, Kind], float] = {}
     spans: list[Span] = []
     reduced = [0.0] * len(program.ranks)
+    waited_for: list[tuple[int | None, Action] | None] = [None] * len(program.ranks)
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(program.ranks):
+            if waited_for[rank] is not None and waited_for[rank] not in ends:
+                continue
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                keys = [_key(rank, need) for need in program.needs(rank, action)]
-                if any(key not in ends for key in keys):
+                needs = program.needs(rank, action)
+                if rendezvous and action.kind in SENDS:
+                    needs = [*needs, program.receiver(action)]
+                keys = [_key(rank, need) for need in needs]
+                waited_for[rank] = next((key for key in keys if key not in ends), None)
+                if waited_for[rank] is not None:
                     break
-                lane = link_free if action.kind in COMMUNICATION else compute_free
                 # The rank itself waits: see [Note: one reduction in flight], and to add up what it reduced.
                 if action.kind is Kind.REDUCE and program.placement.optimizer:
                     compute_free[rank] = max(compute_free[rank], reduced[rank])
                 elif action.kind is Kind.ALL_REDUCE:
                     compute_free[rank] = max([compute_free[rank], *(ends[key] for key in keys)])
                 # An action is issued when its rank has worked through what stands before it.
-                start = max([lane[rank], compute_free[rank], *(ends[key] for key in keys)])
-                end = start + seconds(action)
-                lane[rank] = end
+                start = max([compute_free[rank], *[ends[key] for key in keys]])
+                if action.kind in SENDS:
+                    edge = rank, program.peer(action), action.kind
+                    start = max(start, edge_free.get(edge, 0.0))
+                    edge_free[edge] = end = start + seconds(action)
+                    compute_free[rank] = end if rendezvous else compute_free[rank]
+                elif action.kind in RECEIVES:
+                    end = start
+                elif action.kind in COMMUNICATION:
+                    start = max(start, link_free[rank])
+                    link_free[rank] = end = start + seconds(action)
+                else:
+                    compute_free[rank] = end = start + seconds(action)
                 ends[_key(rank, action)] = end
                 reduced[rank] = end if action.kind is Kind.REDUCE else reduced[rank]
                 spans.append(Span(rank, action, start, end))
@@ -113,8 +167,8 @@ def clock(program: Program, seconds: Callable[[Action], float] = unit_seconds) -
 
 
 def _key(rank: int, action: Action) -> tuple[int | None, Action]:
-    """Identify an action across ranks: compute is one for all, everything else is each rank's own."""
-    return (None if action.kind in COMPUTE else rank), action
+    """Identify an action across ranks: compute and messages are one for all, the rest is each rank's own."""
+    return (None if action.kind in COMPUTE or action.kind in TRANSFERS else rank), action
 
 
 def peak_in_flight(program: Program) -> list[int]:
@@ -137,3 +191,12 @@ def peak_in_flight(program: Program) -> list[int]:
                 live.pop(key, None)
         peaks.append(peak)
     return peaks
+
+
+def peak_activations(schedule: Program) -> list[float]:
+    """For each rank, the most activations that it holds at once, in microbatches of its share of the model.
+
+    Of a schedule over stages of equal size: what one of a rank's v stages holds counts 1 / v.
+    """
+    share = len(schedule.ranks) / schedule.num_segments
+    return [peak * share for peak in peak_in_flight(schedule)]

@@ -2,11 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
+from math import gcd, lcm
 from pathlib import Path
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from fourfold.program.actions import COMMUNICATION, Action, Kind, Program
-from fourfold.program.clock import Span, Timeline, clock, peak_in_flight, unit_seconds
+from fourfold.program.actions import COMMUNICATION, COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program
+from fourfold.program.clock import Span, Timeline, Times, clock, peak_activations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -17,6 +24,10 @@ COLOURS = {
     Kind.FREE: "#d0d0d0",
     Kind.REDUCE: "#b07aa1",
     Kind.ALL_REDUCE: "#9c5a87",
+    Kind.SEND_ACTIVATION: "#2f4b6e",
+    Kind.RECV_ACTIVATION: "#2f4b6e",
+    Kind.SEND_GRADIENT: "#9a6412",
+    Kind.RECV_GRADIENT: "#9a6412",
     Kind.LOSS: "#d4a6c8",
     Kind.UPDATE: "#79706e",
 }
@@ -44,47 +55,94 @@ def listing(program: Program, *, width: int = 100) -> str:
     return "\n".join(blocks)
 
 
-def grid(program: Program) -> str:
-    """A schedule as text: a row a rank, a column a unit of time; a forward takes one unit, a backward two.
+def grid(program: Program, times: Times | None = None, *, width: int | None = None) -> str:
+    """A schedule as text: a row a rank, a column a unit of time, in which every action's time goes up.
 
     Each cell shows the kind and the microbatch, and the stage where a rank holds several; dots are idle time.
+
+    Args:
+        program: a schedule, with its messages where they take time.
+        times: how long its actions take; None where F = I = W.
+        width: the most characters of a line; what is longer goes on below.
+
+    Returns:
+        The text, or a line that says why there is none: more than ``MOST_COLUMNS`` columns are no picture.
     """
-    timeline = clock(program)
+    timeline = clock(program, (times or Times()).of(program))
+    column = _column(timeline)
+    columns = round(timeline.seconds / column)
+    if columns > MOST_COLUMNS:
+        return f"(no grid: it would have {columns} columns, and {MOST_COLUMNS} can be read)"
     several = len(program.ranks) < program.num_segments
-    columns = round(timeline.seconds)
     labels = [["."] * columns for _ in program.ranks]
     for span in timeline.spans:
-        label = str(span.action) if several else f"{span.action.kind}{span.action.turn}"
-        for column in range(round(span.start_seconds), round(span.end_seconds)):
-            labels[span.rank][column] = label
+        if span.action.kind in COMPUTE:
+            label = str(span.action) if several else on_row(span.action)
+            for place in range(round(span.start_seconds / column), round(span.end_seconds / column)):
+                labels[span.rank][place] = label
     cell = max((len(label) for row in labels for label in row), default=1)
     name = len(f"rank {len(program.ranks) - 1}")
-    return "\n".join(
-        f"{f'rank {rank}':<{name}}  " + " ".join(f"{label:<{cell}}" for label in row).rstrip()
-        for rank, row in enumerate(labels)
-    )
+    fitting = columns if width is None else max(1, (width - name - 1) // (cell + 1))
+    blocks = [
+        "\n".join(
+            f"{f'rank {rank}':<{name}}  "
+            + " ".join(f"{label:<{cell}}" for label in row[first : first + fitting]).rstrip()
+            for rank, row in enumerate(labels)
+        )
+        for first in range(0, max(columns, 1), max(fitting, 1))
+    ]
+    return "\n\n".join(blocks)
 
 
-def summary(program: Program) -> str:
-    """Bubble and peak activations of a schedule, with a backward twice as long as a forward."""
-    timeline = clock(program)
-    peaks = peak_in_flight(program)
-    ideal = sum(unit_seconds(action) for action in program.ranks[0])
+MOST_COLUMNS = 200
+"""More columns than these cannot be followed."""
+
+
+def on_row(action: Action) -> str:
+    """The label of a schedule's action on the row of its rank: ``F0``."""
+    return f"{action.kind}{action.turn}"
+
+
+def _column(timeline: Timeline) -> float:
+    """The longest time that all starts and ends of compute are multiples of, rounded to thousandths."""
+    moments = {
+        Fraction(moment).limit_denominator(1000)
+        for span in timeline.spans
+        if span.action.kind in COMPUTE
+        for moment in (span.start_seconds, span.end_seconds)
+    } - {Fraction(0)}
+    if not moments:
+        return 1.0
+    denominator = lcm(*(moment.denominator for moment in moments))
+    return gcd(*(int(moment * denominator) for moment in moments)) / denominator
+
+
+def summary(program: Program, times: Times | None = None) -> str:
+    """Makespan, bubble and peak activations of a schedule, with its messages where they take time."""
+    timeline = clock(program, (times or Times()).of(program))
+    held = ", ".join(f"{peak:.4g}" for peak in peak_activations(program))
+    busy = max(timeline.busy_seconds(rank) for rank in range(len(program.ranks)))
     return (
-        f"bubble {timeline.bubble:.1%} of all ranks' time "
-        f"(step {timeline.seconds:g}, work {ideal:g} forwards; a backward counted as two)\n"
-        f"most activations held at once, by rank: {', '.join(map(str, peaks))}"
+        f"makespan {timeline.seconds:.6g}, of which work {busy:.6g}; bubble {timeline.bubble:.1%}\n"
+        f"most activations held at once, in microbatches, by rank: {held}"
     )
 
 
 def picture(
-    timeline: Timeline, path: Path, *, title: str, names: Callable[[Action], str] = str, unit: str = "ms"
+    timeline: Timeline,
+    path: Path,
+    *,
+    title: str,
+    names: Callable[[Action], str] = str,
+    unit: str = "ms",
+    shaded: bool = False,
 ) -> None:
-    """Draw a timeline, simulated or measured, as a PNG.
+    """Draw a timeline, simulated or measured, as a PNG or SVG, by the suffix of the file.
 
     A rank has a lane for compute, one for communication, and where weights are freed one that shows how long
     each unit's are held: from the start of a GATHER to the end of its FREE. Where a label does not fit, the
-    number of the segment or unit stands alone.
+    number of the segment or unit stands alone. Messages between
+    neighbouring ranks are thin lines, if they are few.
 
     Args:
         timeline: what to draw.
@@ -92,6 +150,8 @@ def picture(
         title: says what it is and whether it is measured.
         names: the label of an action, shown where it fits.
         unit: ``ms`` for times in seconds, or ``forwards`` for simulated units.
+        shaded: of a schedule: the later stages of a rank are lighter, and where a label does not fit, the
+            number of the microbatch stands alone.
     """
     from matplotlib.figure import Figure  # loaded here: floor 0 is imported without it
 
@@ -101,6 +161,7 @@ def picture(
     heights = [max(1.0, min(count, _MOST_LABELLED_ROWS) / 2.5) for _, _, count in lanes.values()]
     figure = Figure(figsize=(12, 1.7 + 0.5 * sum(heights)), dpi=120, layout="constrained")
     axes = figure.subplots()
+    lightness = _lightness(timeline) if shaded else {}
     middles = []
     top = 0.0
     for (spans, rows, count), height in zip(lanes.values(), heights, strict=True):
@@ -109,18 +170,27 @@ def picture(
         for span, row in zip(spans, rows, strict=True):
             start, length = span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
             middle = top + 0.1 + (row + 0.5) * bar
-            colour = COLOURS[span.action.kind]
+            lighter = lightness.get((span.rank, span.action.place), 0.0)
+            colour = _lighter(COLOURS[span.action.kind], lighter)
             axes.barh(middle, length, left=start, height=bar, color=colour, edgecolor="white", linewidth=0.4)
-            fitting = [label for label in _labels(span.action, names) if length > total * 0.007 * len(label)]
+            labels = _labels(span.action, names, shaded)
+            fitting = [label for label in labels if length > total * 0.007 * len(label)]
             if fitting and count <= _MOST_LABELLED_ROWS:
-                colour = "#303030" if span.action.kind is Kind.FREE else "white"
+                colour = "#303030" if span.action.kind is Kind.FREE or lighter else "white"
                 where = start + length / 2, middle
                 axes.text(*where, fitting[0], ha="center", va="center", fontsize=7.5, color=colour)
         top += height
+    _draw_messages(axes, timeline, dict(zip(lanes, middles, strict=True)), scale)
     axes.set_yticks(middles, [_lane_name(key, lanes) for key in lanes])
     axes.set_ylim(top, 0)
     axes.set_xlim(0, total or 1)
     axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards")
+    _draw_frame(figure, axes, timeline, title)
+    figure.savefig(path)
+
+
+def _draw_frame(figure: "Figure", axes: "Axes", timeline: Timeline, title: str) -> None:
+    """The title, and what the colours mean that are there."""
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -131,11 +201,13 @@ def picture(
         handles=handles, loc="outside lower left", ncols=len(kinds), frameon=False, fontsize=8,
         columnspacing=1.2, handlelength=1.2, handletextpad=0.5,
     )  # fmt: skip
-    figure.savefig(path)
 
 
 _MOST_LABELLED_ROWS = 6
 """Of spans at once in a lane: more rows than these are too low for text."""
+
+_MOST_MESSAGES = 150
+"""More lines than these hide what they cross."""
 
 Lane = tuple[int, str]
 """A rank, and what of it: compute, communication or weights."""
@@ -146,6 +218,8 @@ def _lanes(timeline: Timeline) -> dict[Lane, list[Span]]:
     lanes: dict[Lane, list[Span]] = {}
     gathered: dict[tuple[int, Action], Span] = {}
     for span in sorted(timeline.spans, key=lambda span: (span.rank, span.start_seconds)):
+        if span.action.kind in TRANSFERS:
+            continue
         part = "communication" if span.action.kind in COMMUNICATION else "compute"
         if span.action.kind is Kind.GATHER:
             gathered[span.rank, span.action] = span
@@ -163,10 +237,11 @@ _PARTS = ("compute", "communication", "weights")
 """Of a rank, from top to bottom."""
 
 
-def _labels(action: Action, names: Callable[[Action], str]) -> list[str]:
-    """The name of an action and, shorter, its place."""
-    place = [] if action.place is None else [str(action.place)]
-    return place if action.kind is Kind.FREE else [names(action), *place]
+def _labels(action: Action, names: Callable[[Action], str], by_turn: bool) -> list[str]:
+    """The name of an action and, shorter, its place, or its turn."""
+    number = action.turn if by_turn else action.place
+    short = [] if number is None else [str(number)]
+    return short if action.kind is Kind.FREE else [names(action), *short]
 
 
 def _rows(spans: list[Span]) -> tuple[list[int], int]:
@@ -184,3 +259,44 @@ def _rows(spans: list[Span]) -> tuple[list[int], int]:
 def _lane_name(key: Lane, lanes: Mapping[Lane, object]) -> str:
     rank, part = key
     return f"rank {rank}, {part}" if any(other != "compute" for _, other in lanes) else f"rank {rank}"
+
+
+def _draw_messages(axes: "Axes", timeline: Timeline, middles: Mapping[Lane, float], scale: float) -> None:
+    """A line for each message that takes time, from the lane of its sender to that of a neighbour."""
+    receivers = {span.action: span.rank for span in timeline.spans if span.action.kind in RECEIVES}
+    lines = []
+    for span in timeline.spans:
+        if span.action.kind in SENDS and span.end_seconds > span.start_seconds:
+            up = span.action.kind is Kind.SEND_ACTIVATION
+            kind, step = (Kind.RECV_ACTIVATION, 1) if up else (Kind.RECV_GRADIENT, -1)
+            receive = Action(kind, span.action.segment + step, span.action.microbatch)
+            receiver = receivers.get(receive, span.rank)  # a timeline may be of one rank only
+            if abs(receiver - span.rank) == 1:
+                lines.append((span, receiver))
+    for span, receiver in lines if len(lines) <= _MOST_MESSAGES else ():
+        edge = 0.4 if receiver > span.rank else -0.4
+        axes.plot(
+            [span.start_seconds * scale, span.end_seconds * scale],
+            [middles[span.rank, "compute"] + edge, middles[receiver, "compute"] - edge],
+            color=COLOURS[span.action.kind],
+            linewidth=0.8,
+        )
+
+
+def _lightness(timeline: Timeline) -> dict[tuple[int, int | None], float]:
+    """How much lighter each (rank, stage) is drawn: the first of a rank not at all, the last half."""
+    stages: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            stages.setdefault(span.rank, set()).add(span.action.segment)
+    return {
+        (rank, stage): 0.5 * number / max(len(found) - 1, 1)
+        for rank, found in stages.items()
+        for number, stage in enumerate(sorted(found))
+    }
+
+
+def _lighter(colour: str, lightness: float) -> str:
+    """A colour, mixed with so much white."""
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * lightness):02x}" for part in parts)

@@ -24,8 +24,11 @@ from fourfold.specs.run import (
     ShardingSection,
     TrainingSection,
 )
+from fourfold.specs.schedule_name import SCHEDULE_RULES, ScheduleName
 
 __all__ = [
+    "SCHEDULE_RULES",
+    "ScheduleName",
     "AXES",
     "AXIS_WORDS",
     "BATCH_AXES",

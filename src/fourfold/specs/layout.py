@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fourfold.errors import UserError, choices, nearest
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
+from fourfold.specs.schedule_name import ScheduleName
 from fourfold.specs.spec import divisors, nearby
 
 # From the slowest link to the fastest. Every mesh, folder and table keeps this order.
@@ -21,8 +22,8 @@ BATCH_AXES = ("dp", "fsdp", "cp")
 DATA_AXES = ("dp", "fsdp")
 # What an axis cuts, for messages.
 AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
-# The axes that this release can run. No option of another axis than fsdp can be run yet.
-RUNNABLE_AXES = ("dp", "fsdp")
+# The axes that this release can run, with their options.
+RUNNABLE_AXES = ("pp", "dp", "fsdp")
 
 _ENTRY = re.compile(r"(?P<axis>[A-Za-z_]+)(?P<degree>[^:]*)(?::(?P<option>.*))?")
 
@@ -45,6 +46,7 @@ class Layout:
         problems += [_unknown_axis(axis) for axis in self.options if axis not in AXES]
         if self.options.get("fsdp") not in PLACEMENTS:
             problems.append(_unknown_placement(str(self.fsdp), self.options["fsdp"]))
+        problems += _schedule_problems(self.options.get("pp"))
         if problems:
             raise UserError(*problems)
 
@@ -74,6 +76,8 @@ class Layout:
                 problems.append(f"'{entry.strip()}' has no option after the colon: write {axis}{degree}")
             elif axis == "fsdp" and option not in PLACEMENTS:
                 problems.append(_unknown_placement(degree, option))
+            elif axis == "pp" and (unknown := _schedule_problems(option)):
+                problems += unknown
             elif option is not None and axis in AXES:
                 options[axis] = option
         if problems:
@@ -98,6 +102,11 @@ class Layout:
         """Where weights, gradients and optimizer state live on the fsdp axis."""
         return PLACEMENTS[self.options.get("fsdp")] if self.fsdp > 1 else REPLICATED
 
+    @property
+    def schedule(self) -> ScheduleName:
+        """The order in which pipeline ranks work on microbatches: 1f1b unless said otherwise."""
+        return ScheduleName.parse(self.options.get("pp", "1f1b"))
+
     def size(self, *axes: str) -> int:
         """Return the product of the degrees of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
@@ -116,11 +125,9 @@ class Layout:
         for this model: no other place divides anything.
         """
         problems = []
-        if self.pp > model.num_hidden_layers:
-            most = model.num_hidden_layers
-            problems.append(
-                f"pp={self.pp} is more than num_hidden_layers={most} (Layer axis): use pp={most} or less"
-            )
+        stages_per_rank = self.schedule.stages_per_rank or 1
+        if self.pp * stages_per_rank > model.num_hidden_layers:
+            problems.append(self._too_many_stages(model.num_hidden_layers, stages_per_rank))
         problems += self._batch_problems(batch, microbatches)
         if sequence_length % self.cp:
             problems.append(
@@ -136,6 +143,16 @@ class Layout:
                 f"{fits}start {_ranks(self.world_size)}"
             )
         return problems
+
+    def _too_many_stages(self, layers: int, stages_per_rank: int) -> str:
+        stages = self.pp * stages_per_rank
+        most = layers // stages_per_rank
+        each = f" with {stages_per_rank} stages each ({self.schedule}) makes {stages} stages, which"
+        fewer = f"use pp={most} or less" if most else "use pp:1f1b, which has one stage a rank"
+        return (
+            f"pp={self.pp}{each if stages_per_rank > 1 else ''} is more than num_hidden_layers={layers} "
+            f"(Layer axis): {fewer}"
+        )
 
     def _batch_problems(self, batch: int, microbatches: int) -> list[str]:
         """Every rank gets the same number of sequences, in pieces of the same size."""
@@ -194,7 +211,7 @@ class Layout:
         problems += [
             f"option '{option}' of {axis} cannot be run yet: leave it out, use {works}"
             for axis, option in self.options.items()
-            if axis != "fsdp"
+            if axis not in RUNNABLE_AXES
         ]
         return problems
 
@@ -216,6 +233,14 @@ class Layout:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _schedule_problems(option: str | None) -> list[str]:
+    try:
+        ScheduleName.parse("1f1b" if option is None else option)
+    except UserError as error:
+        return [f"option '{option}' of pp: {message}" for message in error.messages]
+    return []
 
 
 def _unknown_placement(degree: str, option: str) -> str:

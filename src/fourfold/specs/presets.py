@@ -10,7 +10,7 @@ _TINY: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
     "intermediate_size": 88,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

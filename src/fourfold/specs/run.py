@@ -129,10 +129,10 @@ class ShardingSection(Spec):
         "matrices whole, embedding and head by rows; auto: blocks where that balances or for muon, else rows",
     )
     prefetch: Count = Field(default=1, description="segments that are gathered ahead of their use")
-    accumulate: Literal["pieces", "whole"] = Field(
-        default="pieces",
+    accumulate: Literal["auto", "pieces", "whole"] = Field(
+        default="auto",
         description="over microbatches, pieces: sum gradients to their owners each time (small); "
-        "whole: keep weights and gradients whole until the last one (fast)",
+        "whole: keep weights and gradients whole until the last one (fast); auto: whole in a pipeline",
     )
 
 

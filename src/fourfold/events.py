@@ -1,0 +1,61 @@
+"""What a step sends: the events of a program, predicted."""
+
+from collections.abc import Mapping, Sequence
+
+from fourfold.batch.costs import UnitSize
+from fourfold.program.actions import RECEIVES, SENDS, Kind, Program
+from fourfold.specs import BATCH_AXES, Layout
+from fourfold.traffic import Event
+
+SCALAR_DTYPE, SCALAR_BYTES = "float64", 8
+"""The loss, and the square of the gradient norm, are summed over ranks as one float64 each."""
+
+
+def step_events(
+    program: Program,
+    *,
+    rank: int,
+    layout: Layout,
+    units: Mapping[int, UnitSize],
+    activation_bytes: Sequence[int],
+) -> list[Event]:
+    """The collectives and messages that a rank performs in one step, in order.
+
+    Args:
+        program: of the step.
+        rank: the pipeline rank.
+        layout: gives the axes.
+        units: those that the rank holds, by their number in the program.
+        activation_bytes: of what goes from segment to segment, for each microbatch: B x S x C elements of the
+            dtype that computation runs in.
+    """
+    shards = layout.axis_name("fsdp")
+    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", "fsdp")
+    dtype = next(iter(units.values())).weight_dtype
+    events: list[Event] = []
+    for action in program.ranks[rank]:
+        kind = action.kind
+        if kind is Kind.LOSS and layout.size(*all_ranks) > 1:
+            events.append(Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE))
+        elif kind is Kind.UPDATE and layout.size(*norm) > 1:
+            events.append(Event("all_reduce", layout.axis_name(*norm), SCALAR_BYTES, SCALAR_DTYPE))
+        elif kind in SENDS or kind in RECEIVES:
+            op = "send" if kind in SENDS else "recv"
+            events.append(Event(op, "pp", activation_bytes[action.microbatch], dtype))
+        elif kind is Kind.GATHER:
+            unit = units[action.unit]
+            events.append(Event("all_gather", shards, unit.numel * unit.weight_bytes, unit.weight_dtype))
+        elif kind is Kind.REDUCE and layout.fsdp > 1:
+            unit = units[action.unit]
+            events.append(Event("reduce_scatter", shards, unit.numel * unit.master_bytes, unit.master_dtype))
+        elif kind in (Kind.REDUCE, Kind.ALL_REDUCE) and action.unit in program.replicated:
+            unit = units[action.unit]
+            replicas = _replicas(program, action.unit, layout)
+            events.append(Event("all_reduce", replicas, unit.piece * unit.master_bytes, unit.master_dtype))
+    return events
+
+
+def _replicas(program: Program, unit: int, layout: Layout) -> str:
+    """The name of the axis of the ranks that hold the same piece of a unit."""
+    holders = {program.rank_of_segment[segment] for segment in program.users[unit]}
+    return layout.axis_name(*(("pp",) if len(holders) > 1 else ()), "dp", "cp")
