@@ -1,16 +1,16 @@
 """Living rank processes for tests: a test hands over a function, every rank runs it and answers.
 
-Importing torch takes seconds, so the processes are started once and stay for the whole session. They form a
+The processes stay for the whole session, and new ones are copies of one that has imported torch. They form a
 gloo process group of the world size that the test asks for; when the next test asks for another size, the
 first so many of the processes form a new one.
 """
 
 import contextlib
 import faulthandler
+import functools
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +18,9 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +144,10 @@ class _Rank:
         self._output = folder / f"output-{index}"
         self._stacks = folder / f"stacks-{index}"
         self.connection, theirs = Pipe()
-        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(index), str(self._stacks)],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = _context().Process(
+            target=_serve, args=(theirs, index, str(self._output), str(self._stacks)), daemon=True
+        )
+        self._process.start()
         theirs.close()
 
     def answer(self) -> bytes | BaseException:
@@ -174,9 +170,10 @@ class _Rank:
 
     def stack(self) -> str:
         """Return where the process stands, by asking its fault handler."""
-        if self._process.poll() is not None:
+        if self._process.exitcode is not None:
             return f"rank {self.index} {self._how_it_ended()}"
-        self._process.send_signal(signal.SIGUSR1)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2.0
         text = ""
         while time.monotonic() < deadline and "most recent call first" not in text:
@@ -187,16 +184,15 @@ class _Rank:
     def end(self, *, gently: bool) -> None:
         """Let the process leave within a second, else kill it."""
         self.connection.close()  # it reads the end of the pipe and leaves
-        try:
-            self._process.wait(1.0 if gently else 0.0)
-        except subprocess.TimeoutExpired:
+        self._process.join(1.0 if gently else 0.0)
+        if self._process.exitcode is None:
             self._process.kill()
-            self._process.wait()
+            self._process.join()
 
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
             return "closed its connection"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
@@ -204,8 +200,33 @@ class _Rank:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
 
 
-def _serve(connection: Connection, index: int, stacks: str) -> None:
+@functools.cache
+def _context() -> ForkServerContext:
+    """Start new ranks as copies of a process that has imported torch already, which takes seconds."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "fourfold.training", "fourfold.verify"])
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()  # it keeps the environment of this moment
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ.update({"OMP_NUM_THREADS": before} if before is not None else {})
+    return context
+
+
+def _serve(connection: Connection, index: int, output: str, stacks: str) -> None:
     """Do what the test session asks until it closes the connection: the main loop of a rank."""
+    with open(output, "w", buffering=1) as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    _answer(connection, index, stacks)
+    # gloo sometimes aborts while the interpreter shuts down; all work is done and reported by now.
+    os._exit(0)
+
+
+def _answer(connection: Connection, index: int, stacks: str) -> None:
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         import torch
@@ -262,9 +283,3 @@ def _failure(exception: BaseException) -> tuple[str, bytes, str, str]:
     except Exception:
         pickled = b""
     return "failure", pickled, summary, trace
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
-    # gloo sometimes aborts while the interpreter shuts down; all work is done and reported by now.
-    os._exit(0)

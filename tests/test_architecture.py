@@ -51,6 +51,7 @@ FLOORS: dict[str, int] = {
     "data": 5,
     "training": 5,
     "measured": 5,
+    "measured": 5,
     "verify": 5,
     "sampling": 5,
     "checkpoint": 5,

@@ -219,12 +219,14 @@ def test_evaluation_is_the_loss_of_the_forwards_and_keeps_nothing() -> None:
     before = run(parallel, program_of(parallel, MICROBATCHES), batches)
     program = evaluation(parallel.program, microbatches=MICROBATCHES, sharding=REPLICAS)
     with counting_kept_bytes() as kept:
-        loss_sum = parallel.executor.evaluate(program, batches)
+        losses = parallel.executor.forward(program, batches)
     assert kept.peak_bytes == 0
+    assert len(losses) == MICROBATCHES
+    assert not any(loss.requires_grad for loss in losses)
+    loss_sum = parallel.evaluate(batches)
     assert loss_sum.dtype == torch.float64
-    assert not loss_sum.requires_grad
     assert float(loss_sum) == pytest.approx(before[0], rel=1e-14)
-    assert float(parallel.evaluate(batches)) == float(loss_sum)
+    assert float(loss_sum) == sum(map(float, losses))
     for key, gradient in parallel.named_gradients():
         assert torch.equal(gradient, before[1][key]), key
 

@@ -50,6 +50,14 @@ class Some:
     mesh: Mesh = ALONE
     block_matrices: frozenset[str] = frozenset()
 
+    @property
+    def counted_units(self) -> Sequence[Unit]:
+        return self.units
+
+    @property
+    def norm_axis(self) -> Axis:
+        return self.mesh.fsdp
+
     def publish_(self) -> None:
         for unit in self.units:
             unit.publish_()

@@ -568,9 +568,7 @@ def rewritten(parallel: ParallelModel, order: Callable[[list[Action]], list[Acti
     compute = [action for action in program.ranks[0] if action.kind in COMPUTE]
     program = replace(program, ranks=(tuple(order(compute)),))
     program = with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
-    program = with_reductions(
-        program, every_microbatch=program.placement.gradients, replicas=sharding.replicas
-    )
+    program = with_reductions(program, every_microbatch=program.placement.gradients)
     check(program)
     return program
 

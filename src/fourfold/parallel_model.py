@@ -32,8 +32,9 @@ class ParallelModel:
 
     Attributes:
         model: the module itself; its parameters keep their names and are views of the units' buffers. Those
-            of other pipeline ranks stay on the meta device. Sharded weights are there while a step uses them, or after `gather_`; reading one at another time
-            is an error that PyTorch may not catch. Take them from `named_masters`.
+            of other pipeline ranks stay on the meta device. Sharded weights are there while a step uses them,
+            or after `gather_`; reading one at another time is an error that PyTorch may not catch. Take them
+            from `named_masters`.
         mesh: the ranks.
         groups: the parameters of the units of all pipeline ranks, by number in the program.
         units: the flat buffers of weights and gradients that this rank holds, by that number.
@@ -209,10 +210,12 @@ def parallelize(
         mesh.layout.schedule,
         ranks=mesh.pp.size,
         microbatches=microbatches,
-        most_stages=model.spec.num_hidden_layers,
+        most_stages=max(len(pieces) - 2, 1),
     )
-    costs = forward_flops(model.spec, sequence_length).segments
-    segments_of_stage = split(costs, stages=order.num_segments)
+    segments_of_stage = [len(pieces)]
+    if order.num_segments > 1:
+        costs = forward_flops(model.spec, sequence_length).segments
+        segments_of_stage = split(costs, stages=order.num_segments)
     rank_of_segment = [
         rank
         for rank, count in zip(order.rank_of_segment, segments_of_stage, strict=True)
@@ -250,16 +253,17 @@ def parallelize(
         units,
         weight_gradients=weight_gradients,
         mesh=mesh,
-        activation=partial(_activation, channels=model.spec.hidden_size, dtype=dtype, device=mesh.device),
+        activation=partial(_activation, model, dtype=dtype, device=mesh.device),
     )
     names = iter(piece.name for piece in pieces)
     stages = [list(islice(names, count)) for count in segments_of_stage]
     return ParallelModel(model, mesh, groups, units, stages, program, plan, executor)
 
 
-def _activation(batch: Microbatch, *, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty tensor of the shape of what goes from segment to segment for a microbatch: (B, S, C)."""
-    return torch.empty((*batch.input_ids_BS.shape, channels), dtype=dtype, device=device)
+    shape = *batch.input_ids_BS.shape, model.spec.hidden_size
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _units(model: Decoder, groups: Sequence["Group"], *, mesh: Mesh, dtype: torch.dtype) -> dict[int, Unit]:

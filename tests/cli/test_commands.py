@@ -155,7 +155,22 @@ def test_python_m_fourfold():
         (["prepare", "corpse.txt"], ["no such file or folder: corpse.txt"]),
         (["prepare", "corpus.txt", "--held-out", "2"], ["held_out=2"]),
         (["schedule", "1f1bb"], ["there is no schedule '1f1bb'"]),
-        (["schedule", "1f1b", "--stages", "0"], ["stages=0: must be at least 1"]),
+        (
+            ["schedule", "1f1b", "--stages", "0", "--times", "1,x", "--save", "s.txt"],
+            [
+                "--stages 0 is too small: use 1 or more",
+                "--times 1,x: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1",
+                "--save s.txt: the file's name must end in .csv or .json",
+            ],
+        ),
+        (["schedule"], ["which schedule? Use gpipe, 1f1b, interleaved2"]),
+        (["schedule", "no.csv"], ["cannot read the schedule no.csv: No such file or directory"]),
+        (
+            ["schedule", "zb-h2", "--cap", "4"],
+            [
+                "schedule zb-h2 holds 7 microbatches at once where --cap 4 are allowed: use 1f1b, zb-h1, zbv or auto4"
+            ],
+        ),
     ],
 )
 def test_a_mistake_has_one_message_for_each_problem(arguments: list[str], messages: list[str], folder: Path):
@@ -227,7 +242,74 @@ def test_schedule(tmp_path: Path):
         "rank 0  F0 F1 .  .  .  B0 B0 B1 B1",
         "rank 1  .  F0 F1 B0 B0 B1 B1 .  .",
     ]
+    assert result.stdout.splitlines()[2:6] == [
+        "",
+        "gpipe: 2 stages on 2 ranks, 2 microbatches",
+        "makespan 9, of which work 6; bubble 33.3%",
+        "most activations held at once, in microbatches, by rank: 2, 2",
+    ]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_schedule_in_numbers():
+    result = fourfold_("schedule", "interleaved2", "--times", "1,1,1,0", "--json")
+    assert json.loads(result.stdout) == {
+        "bubble_fraction": pytest.approx(4.5 / 28.5),
+        "peak_activations": [5.5, 4.5, 3.5, 2.5],
+        "makespan": 28.5,
+    }
+    with_messages = json.loads(fourfold_("schedule", "gpipe", "--times", "1,1,1,0.5", "--json").stdout)
+    assert with_messages["makespan"] == 33 + 6 * 0.5
+
+
+def test_schedules_compared():
+    result = fourfold_("schedule", "--compare", "--cap", "4", "--stages", "4", "--microbatches", "8")
+    rows = {words[0]: words[1:] for line in result.stdout.splitlines() if (words := line.split())}
+    assert list(rows)[0] == "schedule"
+    assert list(rows)[2] == "auto4", "the quickest first"
+    assert rows["zbv"] == ["25.5", "5.9%", "4", "8"]
+    assert rows["gpipe"] == ["33", "27.3%", "8", "!", "4"]
+    assert "! more than the 4 microbatches that are allowed" in result.stdout
+    numbers = json.loads(fourfold_("schedule", "1f1b2", "--compare", "--json").stdout)
+    assert {
+        "1f1b2",
+        "1f1b",
+        "gpipe",
+        "interleaved2",
+        "bfs4",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+        "dualpipev",
+        "auto",
+    } <= set(numbers)
+    assert min(numbers, key=lambda name: numbers[name]["makespan"]) == "auto"
+
+
+def test_a_schedule_is_saved_and_read_again(tmp_path: Path):
+    for suffix in ("csv", "json"):
+        path = str(tmp_path / f"s.{suffix}")
+        saved = fourfold_("schedule", "zbv", "--stages", "3", "--microbatches", "5", "--save", path)
+        assert saved.stdout.splitlines()[-1] == f"schedule: {path}"
+        read = fourfold_("schedule", path)
+        assert read.stdout.splitlines()[:3] == saved.stdout.splitlines()[:3], "its sizes are in the file"
+        refused = fourfold_("schedule", path, "--stages", "4")
+        assert (refused.exit_code, refused.stderr) == (
+            2,
+            f"error: {path} is a schedule for 3 pipeline ranks: 4 were asked for\n",
+        )
+    broken = (tmp_path / "s.csv").read_text().replace("5I4,", "")
+    (tmp_path / "s.csv").write_text(broken)
+    refused = fourfold_("schedule", str(tmp_path / "s.csv"))
+    assert refused.exit_code == 2
+    assert "the backward of segment 5 on microbatch 4 is B 0, I 0, W 1 times" in refused.stderr
+
+
+def test_a_schedule_as_a_trace(tmp_path: Path):
+    path = tmp_path / "t.json"
+    fourfold_("schedule", "auto2", "--stages", "2", "--microbatches", "2", "--trace", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") >= 6000
 
 
 def test_prepare_tells_what_there_is(folder: Path):

@@ -64,6 +64,7 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
         "metrics.jsonl",
         "loss.png",
         "throughput.png",
+        "program.json",
         "program.png",
         "program.txt",
         "checkpoint",

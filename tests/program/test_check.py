@@ -8,7 +8,7 @@ import pytest
 from fourfold.build import Sharding, UnitUse
 from fourfold.errors import UserError
 from fourfold.layer.schedules import schedule
-from fourfold.program import Action, Program, check
+from fourfold.program import Action, Program, check, clock
 from fourfold.specs import Placement
 from tests.programs import FSDP, REPLICAS, ZERO1, ZERO2, one_stage, own_units, parsed, written
 
@@ -22,9 +22,9 @@ def parse(*ranks: str, rank_of_segment: tuple[int, ...], microbatches: int) -> P
     )
 
 
-def step_program(sharding: Sharding = REPLICAS) -> Program:
+def step_program(sharding: Sharding = REPLICAS, replicated: bool = False) -> Program:
     """Two segments on one rank, two microbatches, whole."""
-    return one_stage(2, 2, sharding=sharding, lookups=frozenset({0}))
+    return one_stage(2, 2, sharding=sharding, lookups=frozenset({0}), replicated=replicated)
 
 
 def edited(program: Program, old: str, new: str) -> Program:
@@ -44,13 +44,6 @@ def test_the_step_program_is_right() -> None:
     program = step_program()
     assert written(program) == "0F0 1F0 1B0 0B0 0F1 1F1 LOSS 1B1 1REDUCE 0B1 0REDUCE UPDATE"
     check(program)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 16])
-def test_every_named_schedule_is_right(name: str, stages: int, microbatches: int) -> None:
-    check(schedule(name, stages=stages, microbatches=microbatches))
 
 
 @pytest.mark.parametrize(
@@ -203,14 +196,15 @@ def test_replicated_weights_are_there_without_a_gather() -> None:
     check(replace(step_program(REPLICAS), ranks=(parsed(text),)))
 
 
-REPLICATED_PIECES = Sharding(FSDP, replicas=True, prefetch=0)
+def replicated_pieces() -> Program:
+    return step_program(SHARDED, replicated=True)
 
 
 def test_the_program_of_replicas_is_right() -> None:
-    assert written(step_program(REPLICATED_PIECES)).endswith(
+    assert written(replicated_pieces()).endswith(
         "1B1 1REDUCE1 1FREE1 0B1 0REDUCE1 1ALLREDUCE 0ALLREDUCE UPDATE"
     )
-    check(step_program(REPLICATED_PIECES))
+    check(replicated_pieces())
 
 
 @pytest.mark.parametrize(
@@ -251,14 +245,14 @@ def test_the_program_of_replicas_is_right() -> None:
 def test_a_broken_program_of_replicas_is_refused_with_the_reason(
     old: str, new: str, reasons: list[str]
 ) -> None:
-    found = messages(edited(step_program(REPLICATED_PIECES), old, new))
+    found = messages(edited(replicated_pieces(), old, new))
     assert found[: len(reasons)] == tuple(reasons)
 
 
 def test_a_contribution_after_the_sum_over_replicas_is_refused() -> None:
     """The first microbatch's sum alone reaches the replicas."""
     # FS-08
-    program = edited(step_program(REPLICATED_PIECES), " 1ALLREDUCE", "")
+    program = edited(replicated_pieces(), " 1ALLREDUCE", "")
     program = edited(program, "1REDUCE0", "1REDUCE0 1ALLREDUCE")
     assert messages(program) == ("1B1 on rank 0 comes after 1ALLREDUCE, which misses it",)
 
@@ -266,7 +260,7 @@ def test_a_contribution_after_the_sum_over_replicas_is_refused() -> None:
 def test_a_frozen_unit_is_never_reduced() -> None:
     """Unit 1 is frozen: it is gathered and freed, and no sum of it is right."""
     units = [UnitUse((0,)), UnitUse((1,), trained=False)]
-    program = one_stage(2, 1, units=units, sharding=REPLICATED_PIECES)
+    program = one_stage(2, 1, units=units, sharding=SHARDED, replicated=True)
     assert "1REDUCE" not in written(program)
     assert "1ALLREDUCE" not in written(program)
     check(program)
@@ -278,12 +272,13 @@ def test_a_frozen_unit_is_never_reduced() -> None:
 
 def test_every_sharded_program_is_right() -> None:
     """`build` checks what it writes: here that no combination of its arguments is refused."""
-    for placement, segments, microbatches, prefetch, keep, replicas in product(
+    for placement, segments, microbatches, prefetch, keep, replicated in product(
         (FSDP, ZERO1, ZERO2), (1, 2, 5), (1, 2, 3), (0, 1, 2, 9), (False, True), (False, True)
     ):
-        sharding = Sharding(placement, replicas=replicas, prefetch=prefetch, keep=keep)
+        sharding = Sharding(placement, prefetch=prefetch, keep=keep)
         tied = UnitUse(tuple(sorted({0, segments - 1})))
-        program = one_stage(segments, microbatches, units=[tied, *own_units(segments)[1:]], sharding=sharding)
+        units = [tied, *own_units(segments)[1:]]
+        program = one_stage(segments, microbatches, units=units, sharding=sharding, replicated=replicated)
         assert program.ranks[0][-1] == Action.parse("UPDATE")
 
 
@@ -305,3 +300,84 @@ def test_the_bound_on_activations_is_checked() -> None:
     check(schedule("1f1b", ranks=4, microbatches=8), max_in_flight=4)
     with pytest.raises(UserError, match="rank 0 holds 8 activations at once: at most 4 are allowed"):
         check(schedule("gpipe", ranks=4, microbatches=8), max_in_flight=4)
+
+
+# Messages
+
+
+def two_ranks() -> Program:
+    """1F1B on two ranks, two microbatches, with messages."""
+    return parse(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        rank_of_segment=(0, 1),
+        microbatches=2,
+    )
+
+
+def with_edit(program: Program, rank: int, old: str, new: str) -> Program:
+    ranks = list(program.ranks)
+    text = written(program, rank)
+    assert old in text
+    ranks[rank] = parsed(text.replace(old, new))
+    return replace(program, ranks=tuple(ranks))
+
+
+def test_the_program_with_messages_is_right() -> None:
+    check(two_ranks())
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "reasons"),
+    [
+        (0, "0SEND_F1 ", "", ["0SEND_F1 stands 0 times: must be once"]),
+        (1, " 1RECV_F1", "", ["1RECV_F1 stands 0 times: must be once"]),
+        (0, "0SEND_F0", "0SEND_F0 0SEND_F0", ["0SEND_F0 stands 2 times: must be once"]),
+        (1, "1SEND_B0", "1SEND_B0 1SEND_F0", ["1SEND_F0 stands 1 times: must be left out"]),
+        (
+            0,
+            "0F0 0SEND_F0",
+            "0SEND_F0 0F0",
+            [
+                "0SEND_F0 on rank 0 can never start: it waits for 0F0",
+                "1F0 on rank 1 can never start: it waits for 0SEND_F0",
+            ],
+        ),
+        (
+            1,
+            "1RECV_F0 1F0 1RECV_F1",
+            "1RECV_F1 1RECV_F0 1F0",
+            ["from rank 0 to rank 1 0SEND_F0 is sent where 0SEND_F1 is received: the order must be the same"],
+        ),
+        (
+            1,
+            "1RECV_F0 1F0",
+            "1F0 1RECV_F0",
+            [
+                "0B0 on rank 0 can never start: it waits for 1SEND_B0",
+                "1F0 on rank 1 can never start: it waits for 1RECV_F0",
+            ],
+        ),
+    ],
+)
+def test_a_program_with_broken_messages_is_refused(rank: int, old: str, new: str, reasons: list[str]) -> None:
+    found = messages(with_edit(two_ranks(), rank, old, new))
+    assert list(found) == reasons
+
+
+def test_a_circle_of_sends_is_refused_though_buffers_would_hide_it() -> None:
+    """Each rank sends before it makes room for what the other sends: right only while buffers take it."""
+    # PP-16
+    first = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1 "
+        "0RECV_B0 2B0 2SEND_B0 0RECV_B1 2B1 2SEND_B1 0B0 0B1"
+    )
+    second = "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1"
+    program = parse(first, second, rank_of_segment=(0, 1, 0), microbatches=2)
+    assert not clock(program).stuck
+    assert messages(program) == (
+        "0SEND_F1 on rank 0 can never start: it waits for 1RECV_F1",
+        "1SEND_F0 on rank 1 can never start: it waits for 2RECV_F0",
+    )
+    first = first.replace("0F1 0SEND_F1 2RECV_F0 2F0 2RECV_F1", "2RECV_F0 0F1 2RECV_F1 0SEND_F1 2F0")
+    check(parse(first, second, rank_of_segment=(0, 1, 0), microbatches=2))

@@ -2,31 +2,74 @@ import pytest
 
 from fourfold.build import Sharding
 from fourfold.layer.schedules import schedule
+from fourfold.layer.transfers import with_transfers
 from fourfold.program import Action, Kind, Program, clock, peak_in_flight
+from fourfold.program.clock import Times, peak_activations
 from tests.programs import FSDP, one_stage
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("microbatches", [8, 24])
-def test_the_bubble_is_the_published_formula(name: str, stages: int, microbatches: int) -> None:
-    """Idle (P-1)(F+B) a rank on top of M(F+B)."""
-    timeline = clock(schedule(name, stages=stages, microbatches=microbatches))
-    assert timeline.seconds == (microbatches + stages - 1) * 3
-    assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+def test_a_bubble_is_the_idle_part_of_all_ranks_time() -> None:
+    timeline = clock(schedule("1f1b", ranks=4, microbatches=8))
+    assert timeline.seconds == (8 + 3) * 3
+    assert [timeline.busy_seconds(rank) for rank in range(4)] == [24] * 4
+    assert timeline.bubble == pytest.approx(3 / 11)
+
+
+def test_times_are_of_a_ranks_share() -> None:
+    """Where a rank holds several stages each takes its part."""
+    times = Times(1, 2, 3, send=0.5)
+    for name, share in (("zb-h1", 1), ("zbv", 2)):
+        program = schedule(name, ranks=3, microbatches=6)
+        seconds = times.of(program)
+        found = {
+            text: seconds(Action.parse(text)) for text in ("0F0", "0B0", "0I0", "0W0", "0SEND_F0", "0RECV_B0")
+        }
+        assert found == {
+            "0F0": 1 / share,
+            "0B0": 5 / share,
+            "0I0": 2 / share,
+            "0W0": 3 / share,
+            "0SEND_F0": 0.5,
+            "0RECV_B0": 0,
+        }
+
+
+def message_times(rendezvous: bool) -> dict[str, tuple[float, float]]:
+    """Two microbatches through two ranks: F = B = 1, a message 3."""
+    program = with_transfers(schedule("1f1b", ranks=2, microbatches=2))
+    seconds = {Kind.SEND_ACTIVATION: 3.0, Kind.SEND_GRADIENT: 3.0, Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0}
+    timeline = clock(program, lambda action: seconds.get(action.kind, 0.0), rendezvous=rendezvous)
+    return {str(span.action): (span.start_seconds, span.end_seconds) for span in timeline.spans}
+
+
+def test_messages_run_behind_compute_one_after_another() -> None:
+    found = message_times(rendezvous=False)
+    assert found["0F1"] == (1, 2), "behind the first message"
+    assert (found["0SEND_F0"], found["0SEND_F1"]) == ((1, 4), (4, 7)), "the second waits for the first"
+    assert (found["1F0"], found["1B0"], found["1F1"]) == ((4, 5), (5, 6), (7, 8))
+    assert (found["1SEND_B0"], found["0B0"]) == ((6, 9), (9, 10)), "the other way is another lane"
+
+
+def test_a_rendezvous_holds_the_sender() -> None:
+    found = message_times(rendezvous=True)
+    assert (found["0SEND_F0"], found["0F1"]) == ((1, 4), (4, 5))
+    assert (found["0SEND_F1"], found["1F0"]) == ((5, 8), (4, 5))
 
 
 def test_peak_activations_are_the_published_ones() -> None:
     assert peak_in_flight(schedule("gpipe", ranks=4, microbatches=8)) == [8, 8, 8, 8]
     assert peak_in_flight(schedule("1f1b", ranks=4, microbatches=8)) == [4, 3, 2, 1]
     assert peak_in_flight(schedule("1f1b", ranks=4, microbatches=2)) == [2, 2, 2, 1]
+    interleaved = schedule("interleaved2", ranks=4, microbatches=8)
+    assert peak_in_flight(interleaved) == [11, 9, 7, 5]
+    assert peak_activations(interleaved) == [5.5, 4.5, 3.5, 2.5]
 
 
 def test_accumulation_holds_the_activations_of_one_microbatch() -> None:
     """The peak does not grow with the number of microbatches: two segments, so two activations."""
     for microbatches in (1, 8):
         assert peak_in_flight(one_stage(2, microbatches)) == [2]
-        assert peak_in_flight(one_stage(2, microbatches, sharding=Sharding(FSDP, replicas=True))) == [2]
+        assert peak_in_flight(one_stage(2, microbatches, sharding=Sharding(FSDP), replicated=True)) == [2]
 
 
 def test_reductions_run_behind_the_backward() -> None:
@@ -84,7 +127,7 @@ def test_gathers_run_behind_the_segment_before() -> None:
 
 def test_sums_over_replicas_follow_the_next_reduction() -> None:
     start, seconds = starts(
-        one_stage(3, 1, sharding=Sharding(FSDP, replicas=True, prefetch=1), lookups=frozenset({0}))
+        one_stage(3, 1, sharding=Sharding(FSDP, prefetch=1), replicated=True, lookups=frozenset({0}))
     )
     assert [start[f"{unit}REDUCE"] for unit in range(3)] == [10, 8, 6]
     assert [start[f"{unit}ALLREDUCE"] for unit in range(3)] == [12, 11, 9]

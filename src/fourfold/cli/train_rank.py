@@ -21,6 +21,7 @@ from fourfold.mesh import Mesh
 from fourfold.parallel_model import ParallelModel
 from fourfold.pictures import draw_loss, draw_throughput, unigram_entropy
 from fourfold.program import Timeline, draw
+from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
 from fourfold.run_folder import CHECKPOINT, make_run_folder, writing
 from fourfold.specs import ModelSpec, RunSpec
@@ -234,7 +235,7 @@ def _draw_curves(reporter: Reporter, folder: Path, title: str, unigram: float) -
 
 
 def _draw_program(model: ParallelModel, timeline: Timeline, folder: Path, *, step: int) -> None:
-    """Write the program of a step as text, and draw the last step as it ran."""
+    """Write the program of a step as text; draw the last step as it ran, and write it as a trace."""
     path = folder / "program.txt"
     with writing(path):
         path.write_text(f"{_stages(model)}\n{_units(model)}\n\n{draw.listing(model.program)}\n")
@@ -243,6 +244,9 @@ def _draw_program(model: ParallelModel, timeline: Timeline, folder: Path, *, ste
         picture = folder / "program.png"
         with writing(picture):
             draw.picture(timeline, picture, title=f"Step {step} {ranks}, measured")
+        trace = folder / "program.json"
+        with writing(trace):
+            write_trace(timeline, trace)
 
 
 def _units(model: ParallelModel) -> str:

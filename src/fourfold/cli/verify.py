@@ -40,7 +40,10 @@ def verify(
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Pieces of a rank's share of a batch.")] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="SGD steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: 64.")] = None,
@@ -73,6 +76,7 @@ def run_trial(trial: Trial) -> "Verification | None":
     """Check the trial, run it on its ranks, and return the outcome; None on ranks but the first."""
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
+    from fourfold.layer.schedules import schedule
 
     job = joined_job()
     trial.layout.validate(
@@ -81,6 +85,12 @@ def run_trial(trial: Trial) -> "Verification | None":
         microbatches=trial.microbatches,
         sequence_length=trial.sequence_length,
         world_size=job.world_size if job else None,
+    )
+    schedule(
+        trial.layout.schedule,
+        ranks=trial.layout.pp,
+        microbatches=trial.microbatches,
+        most_stages=trial.model.num_hidden_layers,
     )
     if job is None:
         device_type(trial.layout.world_size)
@@ -170,7 +180,7 @@ def _trial(
         ModelSpec.from_config(model) if "/" in model or model.endswith(".json") else ModelSpec.preset(model)
     )
     parsed = Layout.parse(layout)
-    pieces = microbatches or 1
+    pieces = microbatches or (1 if parsed.pp == 1 else 2 * parsed.pp)
     share = parsed.size("dp", "fsdp") * pieces
     return Trial(
         model=spec,

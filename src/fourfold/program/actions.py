@@ -72,8 +72,8 @@ class Action:
     reduction, ``2REDUCE1`` the second of several. `LOSS` sums the loss over all ranks, `UPDATE` runs the
     optimizer.
 
-    Between pipeline ranks: ``2SEND_F0`` sends the output of ``2F0``, and ``3RECV_F0`` receives it for ``3F0``;
-    ``3SEND_B0`` sends the gradient that ``3B0`` (or ``3I0``) computed, and ``2RECV_B0`` receives it.
+    Between pipeline ranks: ``2SEND_F0`` sends the output of ``2F0``, and ``3RECV_F0`` receives it for
+    ``3F0``; ``3SEND_B0`` sends the gradient that ``3B0`` (or ``3I0``) computed, ``2RECV_B0`` receives it.
 
     Attributes:
         kind: what to do.
@@ -254,7 +254,7 @@ class Program:
         - the forward of a segment needs the forward of the segment before it;
         - its backward (B or I) needs its own forward and the backward of the segment after it;
         - what goes from one rank to another needs to be sent: the compute action needs the SEND, which needs
-          what made it, and a RECV before it (a schedule, in which nothing is sent yet, needs what made it itself);
+          what made it, and a RECV before it (in a schedule, where nothing is sent yet, what made it itself);
         - a weight gradient needs the input gradient of the same segment and microbatch;
         - what reads weights that are gathered needs the gather before it;
         - a reduction needs the contributions of its rank since the one before: every weight gradient of every

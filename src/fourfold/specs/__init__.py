@@ -27,8 +27,6 @@ from fourfold.specs.run import (
 from fourfold.specs.schedule_name import SCHEDULE_RULES, ScheduleName
 
 __all__ = [
-    "SCHEDULE_RULES",
-    "ScheduleName",
     "AXES",
     "AXIS_WORDS",
     "BATCH_AXES",
@@ -37,6 +35,7 @@ __all__ = [
     "PRESETS",
     "REPLICATED",
     "RUNNABLE_AXES",
+    "SCHEDULE_RULES",
     "DataSection",
     "EvaluationSection",
     "Layout",
@@ -48,6 +47,7 @@ __all__ = [
     "RopeScaling",
     "RunSpec",
     "SampleSection",
+    "ScheduleName",
     "ShardingSection",
     "TrainingSection",
     "dense_peak_flops",
