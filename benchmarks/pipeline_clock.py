@@ -61,7 +61,8 @@ def measure(rank: Rank, workload: Workload, ranks: int, rounds: int) -> list[Row
     for k in range(WARM_UP + rounds):
         for name, contestant in contestants.items():
             contestant.step(k)
-            timeline = measured_timeline(contestant.trainer.parallel)
+            parallel = contestant.trainer.parallel
+            timeline = measured_timeline(parallel.executor.trace, parallel.mesh.pp)
             if k < WARM_UP:
                 continue
             steps[name].append(timeline.seconds)

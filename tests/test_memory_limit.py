@@ -64,7 +64,8 @@ def trained(model: ModelSpec, layout: str) -> int:
     for step in range(STEPS[layout]):
         trainer.step(step)
     parallel = trainer.parallel
-    held = held_bytes(parallel.program, rank=0, units={n: u.size for n, u in parallel.units_by_number.items()}, temporary=True)
+    units = {number: unit.size for number, unit in parallel.units_by_number.items()}
+    held = held_bytes(parallel.program, rank=0, units=units, temporary=True)
     return held.peak + 2 * held.owned
 
 

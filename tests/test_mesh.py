@@ -53,6 +53,22 @@ def torch_mesh(text: str) -> tuple[tuple[str, ...] | None, list[int], list[bool]
     return names, list(theirs.shape), same
 
 
+def holders_of(text: str, stages: tuple[int, ...]) -> tuple[tuple[str, int, int, tuple[int, ...]], float]:
+    """The axis of the ranks of some stages joined with dp, and a sum of powers of two over it."""
+    mesh = Mesh(Layout.parse(text))
+    axis = mesh.holders(stages, "dp")
+    tensor = torch.tensor(2.0**mesh.rank)
+    if axis.group is not None:
+        dist.all_reduce(tensor, group=axis.group)
+    return facts(axis), tensor.item()
+
+
+def edges_are_the_pipeline_axis(text: str) -> bool:
+    mesh = Mesh(Layout.parse(text))
+    pairs = [(0, 1, "SEND_F"), (1, 0, "SEND_B")]
+    return mesh.edges(pairs) == dict.fromkeys(pairs, mesh.pp)
+
+
 def wrong_size(text: str) -> str:
     with pytest.raises(UserError) as caught:
         Mesh(Layout.parse(text))
@@ -109,6 +125,24 @@ def test_groups_hold_the_ranks_of_the_axis(ranks: RankPool) -> None:
         [0b0101, 0b1100, 0b1111, 0b0100],
         [0b1010, 0b1100, 0b1111, 0b1000],
     ]
+
+
+def test_the_holders_of_a_tied_parameter(ranks: RankPool) -> None:
+    """First and last of 4 stages; both of 2, with the replicas on dp; and ranks that hold nothing of it."""
+    assert ranks(4, holders_of, "pp4", (0, 3)) == [
+        (("pp", 2, 0, (0, 3)), 9.0),
+        (("pp", 1, 0, (1,)), 2.0),
+        (("pp", 1, 0, (2,)), 4.0),
+        (("pp", 2, 1, (0, 3)), 9.0),
+    ]
+    assert ranks(4, holders_of, "pp2,dp2", (0, 1)) == [
+        (("pp,dp", 4, rank, (0, 1, 2, 3)), 15.0) for rank in range(4)
+    ]
+
+
+def test_on_gloo_all_messages_travel_on_the_pipeline_axis(ranks: RankPool) -> None:
+    """It tells them apart by their tags."""
+    assert ranks(4, edges_are_the_pipeline_axis, "pp2,dp2") == [True] * 4
 
 
 def test_groups_are_shared(ranks: RankPool) -> None:

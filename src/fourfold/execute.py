@@ -1,6 +1,5 @@
 """Run a program: the interpreter."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +10,10 @@ from fourfold.batch.units import Unit
 from fourfold.collectives import Pending, all_reduce_
 from fourfold.layer.transfers import arrived
 from fourfold.layer.transport import Transport
+from fourfold.measured import Trace
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.program.actions import Action, Kind, Program
-from fourfold.program.clock import Span
 from fourfold.segment import Segment
 from fourfold.specs import BATCH_AXES
 from fourfold.weight_gradients import WeightGradients
@@ -29,51 +28,6 @@ def gradient_of_mean_loss(loss_sum: Tensor, valid_tokens: int) -> Tensor:
     gradients are 0.
     """
     return torch.full_like(loss_sum, 1.0 / max(valid_tokens, 1))
-
-
-class Trace:
-    """When each action of a step ran, in seconds since the step began.
-
-    The end of a collective is seen after the action during which it ended, or when it is waited for. On an
-    accelerator the host runs ahead of the device and its clock says nothing of actions: there are no spans.
-
-    Args:
-        device: where the step runs.
-        rank: the pipeline rank that it is of.
-    """
-
-    def __init__(self, device: torch.device, rank: int) -> None:
-        self._on_host = device.type == "cpu"
-        self._rank = rank
-        self._began = time.perf_counter()
-        self.began_at = time.time()
-        """By the clock on the wall, which ranks share."""
-        self._open: list[tuple[Action, float, Pending]] = []
-        self.spans: list[Span] = []
-
-    def now(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._began
-
-    def add(self, action: Action, start: float) -> None:
-        """Note an action that ends now."""
-        if self._on_host:
-            self.spans.append(Span(self._rank, action, start, self.now()))
-            self._close([entry for entry in self._open if entry[2].is_done()])
-
-    def started(self, action: Action, start: float, pending: Pending) -> None:
-        """Note a collective that runs on."""
-        if self._on_host:
-            self._open.append((action, start, pending))
-
-    def waited(self, pending: Pending) -> None:
-        """Note that a collective has been waited for."""
-        self._close([entry for entry in self._open if entry[2] is pending])
-
-    def _close(self, entries: list[tuple[Action, float, Pending]]) -> None:
-        for entry in entries:
-            self._open.remove(entry)
-            self.spans.append(Span(self._rank, entry[0], entry[1], self.now()))
 
 
 class _Messages:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.batch.pieces import Pieces, cut
-from fourfold.batch.reduction import segments_of_units
-from fourfold.batch.units import Slot, Unit, parameter_sites, parameter_users, slots
+from fourfold.batch.unit_specs import UnitSpec, unit_specs
+from fourfold.batch.units import Unit, parameter_sites
 from fourfold.build import Sharding, UnitUse, build, evaluation
 from fourfold.collectives import broadcast_
 from fourfold.errors import UserError
@@ -19,7 +18,7 @@ from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule
 from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
-from fourfold.models import Decoder, Microbatch, Piece
+from fourfold.models import Decoder, Microbatch
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
 from fourfold.segment import Segment
 from fourfold.specs import ShardingSection
@@ -36,7 +35,7 @@ class ParallelModel:
             or after `gather_`; reading one at another time is an error that PyTorch may not catch. Take them
             from `named_masters`.
         mesh: the ranks.
-        groups: the parameters of the units of all pipeline ranks, by number in the program.
+        unit_specs: the units of all pipeline ranks, by number in the program.
         units: the flat buffers of weights and gradients that this rank holds, by that number.
         stages: the names of the segments of each pipeline stage.
         program: what each pipeline rank does in a training step.
@@ -46,7 +45,7 @@ class ParallelModel:
 
     model: Decoder
     mesh: Mesh
-    groups: Sequence["Group"]
+    unit_specs: Sequence[UnitSpec]
     units_by_number: Mapping[int, Unit]
     stages: Sequence[Sequence[str]]
     program: Program
@@ -64,7 +63,7 @@ class ParallelModel:
         return [
             unit
             for number, unit in self.units_by_number.items()
-            if self.groups[number].holders[0] == self.mesh.pp.rank
+            if self.unit_specs[number].holders[0] == self.mesh.pp.rank
         ]
 
     @property
@@ -127,25 +126,23 @@ class ParallelModel:
         All ranks go through it together: a unit that is sharded, or on another pipeline rank, is brought here
         when its turn comes.
         """
-        for number, group in enumerate(self.groups):
-            yield from self._named_whole(number, group, lambda unit: unit.master)
+        for number in range(len(self.unit_specs)):
+            yield from self._named_whole(number, lambda unit: unit.master)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter's name with its whole gradient after UPDATE's sums, as `named_masters`."""
-        for number, group in enumerate(self.groups):
-            if group.is_trained:
-                yield from self._named_whole(number, group, lambda unit: unit.summed)
+        for number, spec in enumerate(self.unit_specs):
+            if spec.is_trained:
+                yield from self._named_whole(number, lambda unit: unit.summed)
 
-    def _named_whole(
-        self, number: int, group: "Group", piece: Callable[[Unit], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
-        pp, unit = self.mesh.pp, self.units_by_number.get(number)
-        source = group.holders[0]
-        whole = unit.whole(piece(unit)) if unit is not None else None
-        if pp.rank != source or whole is None:
-            whole = torch.empty(sum(group.pieces.counts), dtype=group.master_dtype, device=self.mesh.device)
-        broadcast_(whole, pp, source=source)
-        return ((slot.name, slot.view(whole)) for slot in group.slots)
+    def _named_whole(self, number: int, piece: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Bring a unit's whole buffer to all ranks; ``piece`` says which of its buffers."""
+        spec, unit, pp = self.unit_specs[number], self.units_by_number.get(number), self.mesh.pp
+        whole = None if unit is None else unit.whole(piece(unit))
+        if whole is None or pp.rank != spec.holders[0]:
+            whole = torch.empty(spec.numel, dtype=spec.master_dtype, device=self.mesh.device)
+        broadcast_(whole, pp, source=spec.holders[0])
+        return ((slot.name, slot.view(whole)) for slot in spec.slots)
 
     def load_(self, weights: Mapping[str, Tensor]) -> None:
         """Set the master weights, and with them the weights that computation reads."""
@@ -170,11 +167,6 @@ class ParallelModel:
         if self.sharding.placement.optimizer:
             for unit in self.units:
                 unit.gather().wait()
-
-
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of master weights, gradients and their reduction: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 DEFAULT_SHARDING = ShardingSection()
@@ -205,51 +197,42 @@ def parallelize(
     if problems:
         raise UserError(*problems)
     pieces = model.pieces()
-    placement = mesh.layout.placement
-    order = schedule(
-        mesh.layout.schedule,
-        ranks=mesh.pp.size,
-        microbatches=microbatches,
-        most_stages=max(len(pieces) - 2, 1),
-    )
-    segments_of_stage = [len(pieces)]
-    if order.num_segments > 1:
-        costs = forward_flops(model.spec, sequence_length).segments
-        segments_of_stage = split(costs, stages=order.num_segments)
+    order, segments_of_stage = _stages(model, mesh, microbatches, sequence_length)
     rank_of_segment = [
         rank
         for rank, count in zip(order.rank_of_segment, segments_of_stage, strict=True)
         for _ in range(count)
     ]
-    groups = _groups(
-        model, pieces, segments_of_stage, rank_of_segment,
-        ranks=mesh.fsdp.size, how=sharding.pieces, dtype=dtype, sharded=placement.weights,
-    )  # fmt: skip
-    units = _units(model, groups, mesh=mesh, dtype=dtype)
+    specs = unit_specs(
+        model,
+        {piece.name: piece.modules for piece in pieces},
+        segments_of_stage=segments_of_stage,
+        rank_of_segment=rank_of_segment,
+        shards=mesh.fsdp.size,
+        pieces=sharding.pieces,
+        dtype=dtype,
+        sharded=mesh.layout.placement.weights,
+    )
+    units = _units(model, specs, mesh=mesh, dtype=dtype)
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
     plan = Sharding(
-        placement,
+        mesh.layout.placement,
         prefetch=sharding.prefetch,
         keep=sharding.accumulate == "whole" or (sharding.accumulate == "auto" and mesh.pp.size > 1),
     )
+    replicas = mesh.layout.size("dp", "cp")
     program = build(
         order,
         segments_of_stage=segments_of_stage,
-        units=[
-            UnitUse(group.users, group.is_trained, mesh.layout.size("dp", "cp") * len(group.holders) > 1)
-            for group in groups
-        ],
+        units=[UnitUse(spec.users, spec.is_trained, replicas * len(spec.holders) > 1) for spec in specs],
         sharding=plan,
         lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
     )
+    mine = [index for index, rank in enumerate(rank_of_segment) if rank == mesh.pp.rank]
     executor = Executor(
         program,
-        {
-            index: Segment(piece, weight_gradients)
-            for index, piece in enumerate(pieces)
-            if rank_of_segment[index] == mesh.pp.rank
-        },
+        {index: Segment(pieces[index], weight_gradients) for index in mine},
         units,
         weight_gradients=weight_gradients,
         mesh=mesh,
@@ -257,7 +240,20 @@ def parallelize(
     )
     names = iter(piece.name for piece in pieces)
     stages = [list(islice(names, count)) for count in segments_of_stage]
-    return ParallelModel(model, mesh, groups, units, stages, program, plan, executor)
+    return ParallelModel(model, mesh, specs, units, stages, program, plan, executor)
+
+
+def _stages(model: Decoder, mesh: Mesh, microbatches: int, sequence_length: int) -> tuple[Program, list[int]]:
+    """The schedule over stages, and how many segments each stage has."""
+    order = schedule(
+        mesh.layout.schedule,
+        ranks=mesh.pp.size,
+        microbatches=microbatches,
+        most_stages=max(len(model.pieces()) - 2, 1),
+    )
+    if order.num_segments == 1:
+        return order, [len(model.pieces())]
+    return order, split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
 
 
 def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -266,30 +262,28 @@ def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _units(model: Decoder, groups: Sequence["Group"], *, mesh: Mesh, dtype: torch.dtype) -> dict[int, Unit]:
-    """Make the units of this rank, by number. All ranks come to the same process groups in the same order."""
+def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torch.dtype) -> dict[int, Unit]:
+    """Make the units of this rank, by number. All ranks make the same process groups in the same order."""
     named = dict(model.named_parameters())
     sites = parameter_sites(model)
-    placement = mesh.layout.placement
     units = {}
-    for number, group in enumerate(groups):
-        replicas = (
-            mesh.holders(group.holders, "dp", "cp") if len(group.holders) > 1 else mesh.joint("dp", "cp")
-        )
-        if mesh.pp.rank in group.holders:
+    for number, spec in enumerate(specs):
+        together = len(spec.holders) > 1
+        replicas = mesh.holders(spec.holders, "dp", "cp") if together else mesh.joint("dp", "cp")
+        if mesh.pp.rank in spec.holders:
             units[number] = Unit(
-                group.name,
-                {slot.name: named[slot.name] for slot in group.slots},
+                spec.name,
+                {slot.name: named[slot.name] for slot in spec.slots},
                 sites,
-                pieces=group.pieces,
-                placement=placement,
+                pieces=spec.pieces,
+                placement=mesh.layout.placement,
                 shards=mesh.fsdp,
                 replicas=replicas,
                 dtype=dtype,
-                master_dtype=group.master_dtype,
+                master_dtype=spec.master_dtype,
                 device=mesh.device,
             )
-    if placement.weights:
+    if mesh.layout.placement.weights:
         _guard_(model, list(units.values()), sites)
     return units
 
@@ -314,82 +308,3 @@ def _guard_(
         for module in {module for slot in unit.slots for module, _ in sites[slot.name]}:
             module.register_forward_pre_hook(partial(refuse, unit))
     model.register_state_dict_pre_hook(refuse_all)
-
-
-@dataclass(frozen=True)
-class Group:
-    """The parameters of a unit, as every rank knows them.
-
-    Attributes:
-        name: the segments they belong to, as in ``layer.3 to layer.4``.
-        slots: the parameters in the order of the unit's flat buffer.
-        pieces: how the buffer is cut over the fsdp axis.
-        users: the segments that compute with any of them.
-        holders: the pipeline ranks that hold them, in order.
-        is_trained: False where they are frozen.
-        master_dtype: of master weights and gradients.
-    """
-
-    name: str
-    slots: Sequence[Slot]
-    pieces: Pieces
-    users: tuple[int, ...]
-    holders: tuple[int, ...]
-    is_trained: bool
-    master_dtype: torch.dtype
-
-
-def _groups(
-    model: nn.Module,
-    pieces: Sequence[Piece],
-    segments_of_stage: Sequence[int],
-    rank_of_segment: Sequence[int],
-    *,
-    ranks: int,
-    how: str,
-    dtype: torch.dtype,
-    sharded: bool,
-) -> list[Group]:
-    """Put parameters together that are gathered and reduced together.
-
-    A unit holds the trained or the frozen parameters of one segment, or of several small neighbours in one
-    stage. Parameters that other pipeline ranks hold as well are a unit of their own.
-    """
-    owned = parameter_users(model, [piece.modules for piece in pieces])
-    named = dict(model.named_parameters())
-    itemsize = master_dtype(dtype).itemsize
-    sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
-    members: list[tuple[str, bool, tuple[int, ...], dict[str, tuple[int, ...]]]] = []
-    for stage in _ranges(segments_of_stage):
-        for joined in segments_of_units([sizes[segment] for segment in stage], sharded=sharded):
-            span = range(stage.start + joined.start, stage.start + joined.stop)
-            found: dict[tuple[bool, tuple[int, ...]], dict[str, tuple[int, ...]]] = {}
-            for segment in span:
-                for name, users in owned[segment].items():
-                    holders = tuple(sorted({rank_of_segment[user] for user in users}))
-                    found.setdefault((named[name].requires_grad, holders), {})[name] = users
-            title = " to ".join(dict.fromkeys(pieces[segment].name for segment in (span[0], span[-1])))
-            for (trained, holders), users_of in sorted(
-                found.items(), key=lambda item: (-item[0][0], item[0][1])
-            ):
-                members.append((title, trained, holders, users_of))
-    shapes = [{name: tuple(named[name].shape) for name in users_of} for *_, users_of in members]
-    return [
-        Group(
-            title,
-            slots(shape, piece.order),
-            piece,
-            tuple(sorted({user for users in users_of.values() for user in users})),
-            holders,
-            trained,
-            master_dtype(dtype),
-        )
-        for (title, trained, holders, users_of), shape, piece in zip(
-            members, shapes, cut(shapes, ranks=ranks, how=how), strict=True
-        )
-    ]
-
-
-def _ranges(counts: Sequence[int]) -> list[range]:
-    """Neighbouring ranges of these lengths, from 0."""
-    return [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]

@@ -13,13 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fourfold.batch.units import master_dtype
 from fourfold.collectives import all_gather, broadcast_
 from fourfold.data import Dataset
 from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder
 from fourfold.optimizer import gradient_norm, owned_parameters
-from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, master_dtype
+from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
 from fourfold.specs import ModelSpec, ShardingSection
 from fourfold.training import initialized, rank_batches
 

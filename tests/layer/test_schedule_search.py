@@ -20,8 +20,8 @@ def test_the_seconds_of_a_step_are_the_clocks(times: Times, ranks: int, microbat
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (4, 3), (4, 12)])
-@pytest.mark.parametrize("cap", [None, 1, 2, 4, 6])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 3), (4, 9)])
+@pytest.mark.parametrize("cap", [None, 1, 2, 4])
 def test_auto_is_never_worse_than_a_named_schedule(
     times: Times, ranks: int, microbatches: int, cap: int | None
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.batch.pieces import cut
-from fourfold.batch.units import Unit, parameter_sites
+from fourfold.batch.units import Unit, master_dtype, parameter_sites
 from fourfold.collectives import Pending, broadcast_
 from fourfold.errors import UserError, nearest
 from fourfold.mesh import Mesh
@@ -148,7 +148,7 @@ def unit_groups(
             shards=mesh.fsdp,
             replicas=mesh.joint("dp", "cp"),
             dtype=read,
-            master_dtype=torch.promote_types(read, torch.float32) if read.is_floating_point else read,
+            master_dtype=master_dtype(read) if read.is_floating_point else read,
             device=mesh.device,
         )
         groups[index].units.append(unit)
@@ -231,7 +231,7 @@ def _dtype_read(
     if not own.is_floating_point:
         return own
     if any(part in name for part in float32):
-        return torch.promote_types(dtype or own, torch.float32)
+        return master_dtype(dtype or own)
     return dtype or own
 
 

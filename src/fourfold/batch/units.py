@@ -56,6 +56,11 @@ class Owned:
         return self.part.stop - self.part.start == self.shape.numel()
 
 
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of master weights, gradients and their reduction: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def slots(shapes: Mapping[str, Sequence[int]], order: Sequence[str]) -> list[Slot]:
     """The places of parameters one after another in ``order``."""
     found: list[Slot] = []

@@ -116,7 +116,7 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
                 rank.on_first("drawing how the run went", draw_curves)
             raise
     _save(rank, run, model, folder, files)
-    timeline = measured_timeline(model)
+    timeline = measured_timeline(model.executor.trace, mesh.pp)
     text = _sample(run, model, tokenizer)
     if reporter is not None:
         assert folder is not None
@@ -252,9 +252,9 @@ def _draw_program(model: ParallelModel, timeline: Timeline, folder: Path, *, ste
 def _units(model: ParallelModel) -> str:
     """Say which parameters each unit of the program has."""
     return "\n".join(
-        f"unit {number}: {group.name}{'' if group.is_trained else ', frozen'}, used by segments "
-        f"{', '.join(map(str, group.users))}"
-        for number, group in enumerate(model.groups)
+        f"unit {number}: {unit.name}{'' if unit.is_trained else ', frozen'}, used by segments "
+        f"{', '.join(map(str, unit.users))}"
+        for number, unit in enumerate(model.unit_specs)
     )
 
 
