@@ -122,7 +122,7 @@ def test_every_segment_of_every_size() -> None:
 
 def test_build_refuses_a_schedule_that_cannot_run() -> None:
     backward_first = schedule_of("0B0 0F0", rank_of_segment=(0,), microbatches=1)
-    with pytest.raises(UserError, match="1B0 on rank 0 can never start: it waits for 1F0"):
+    with pytest.raises(UserError, match="0B0 on rank 0 can never start: it waits for 0F0"):
         build(backward_first, segments_of_stage=[2], units=own_units(2), sharding=REPLICAS)
 
 

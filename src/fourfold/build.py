@@ -60,6 +60,7 @@ def build(
         sharding: where they live.
         lookups: the segments whose backward does not read their weights.
     """
+    check(schedule)
     program = expanded(schedule, segments_of_stage=segments_of_stage)
     program = replace(
         program,

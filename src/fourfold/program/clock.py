@@ -111,13 +111,10 @@ def clock(
         The timeline. Where ranks wait for each other for ever, `Timeline.stuck` names their next actions.
     """
     ends: dict[tuple[int | None, Action], float] = {}
+    lanes = _Lanes(program, rendezvous)
     position = [0] * len(program.ranks)
-    compute_free = [0.0] * len(program.ranks)
-    link_free = [0.0] * len(program.ranks)
-    edge_free: dict[tuple[int, int, Kind], float] = {}
-    spans: list[Span] = []
-    reduced = [0.0] * len(program.ranks)
     waited_for: list[tuple[int | None, Action] | None] = [None] * len(program.ranks)
+    spans: list[Span] = []
     progress = True
     while progress:
         progress = False
@@ -133,27 +130,9 @@ def clock(
                 waited_for[rank] = next((key for key in keys if key not in ends), None)
                 if waited_for[rank] is not None:
                     break
-                # The rank itself waits: see [Note: one reduction in flight], and to add up what it reduced.
-                if action.kind is Kind.REDUCE and program.placement.optimizer:
-                    compute_free[rank] = max(compute_free[rank], reduced[rank])
-                elif action.kind is Kind.ALL_REDUCE:
-                    compute_free[rank] = max([compute_free[rank], *(ends[key] for key in keys)])
-                # An action is issued when its rank has worked through what stands before it.
-                start = max([compute_free[rank], *[ends[key] for key in keys]])
-                if action.kind in SENDS:
-                    edge = rank, program.peer(action), action.kind
-                    start = max(start, edge_free.get(edge, 0.0))
-                    edge_free[edge] = end = start + seconds(action)
-                    compute_free[rank] = end if rendezvous else compute_free[rank]
-                elif action.kind in RECEIVES:
-                    end = start
-                elif action.kind in COMMUNICATION:
-                    start = max(start, link_free[rank])
-                    link_free[rank] = end = start + seconds(action)
-                else:
-                    compute_free[rank] = end = start + seconds(action)
+                ready = max([0.0, *[ends[key] for key in keys]])
+                start, end = lanes.take(rank, action, ready=ready, seconds=seconds(action))
                 ends[_key(rank, action)] = end
-                reduced[rank] = end if action.kind is Kind.REDUCE else reduced[rank]
                 spans.append(Span(rank, action, start, end))
                 position[rank] += 1
                 progress = True
@@ -164,6 +143,43 @@ def clock(
     }
     ordered = tuple(sorted(spans, key=lambda span: (span.start_seconds, span.rank)))
     return Timeline(ordered, stuck, len(program.ranks))
+
+
+class _Lanes:
+    """Until when the lanes of a program's ranks are taken."""
+
+    def __init__(self, program: Program, rendezvous: bool):
+        self._program = program
+        self._rendezvous = rendezvous
+        self._compute = [0.0] * len(program.ranks)
+        self._collectives = [0.0] * len(program.ranks)
+        self._edges: dict[tuple[int, int, Kind], float] = {}
+        self._reduced = [0.0] * len(program.ranks)
+
+    def take(self, rank: int, action: Action, *, ready: float, seconds: float) -> tuple[float, float]:
+        """Put an action, whose needs end at ``ready``, on its lane; return when it starts and ends."""
+        # The rank itself waits: see [Note: one reduction in flight], and to add up what it reduced.
+        if action.kind is Kind.REDUCE and self._program.placement.optimizer:
+            self._compute[rank] = max(self._compute[rank], self._reduced[rank])
+        elif action.kind is Kind.ALL_REDUCE:
+            self._compute[rank] = max(self._compute[rank], ready)
+        # An action is issued when its rank has worked through what stands before it.
+        start = max(self._compute[rank], ready)
+        if action.kind in RECEIVES:
+            return start, start
+        if action.kind in SENDS:
+            edge = rank, self._program.peer(action), action.kind
+            start = max(start, self._edges.get(edge, 0.0))
+            self._edges[edge] = end = start + seconds
+            if self._rendezvous:
+                self._compute[rank] = end
+            return start, end
+        lane = self._collectives if action.kind in COMMUNICATION else self._compute
+        start = max(start, lane[rank])
+        lane[rank] = end = start + seconds
+        if action.kind is Kind.REDUCE:
+            self._reduced[rank] = end
+        return start, end
 
 
 def _key(rank: int, action: Action) -> tuple[int | None, Action]:
