@@ -1,13 +1,15 @@
 """Programs over segments, written from schedules over stages."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from fourfold.build import Sharding, UnitUse, build, evaluation, expanded
 from fourfold.errors import UserError
-from fourfold.layer.schedules import gpipe, one_forward_one_backward
-from fourfold.program import COMPUTE, Kind, Program, check
+from fourfold.layer.schedules import gpipe, one_forward_one_backward, schedule
+from fourfold.program import COMPUTE, Action, Kind, Program, check
+from fourfold.program.actions import SENDS
 from fourfold.specs import REPLICATED
 from tests.programs import FSDP, REPLICAS, ZERO2, one_stage, own_units, parsed, units_with_users, written
 
@@ -42,15 +44,15 @@ def test_stages_of_unequal_size() -> None:
 
 def test_halves_go_down_each_for_itself() -> None:
     """I of all the stage's segments, and then W of all: the stage below waits for the I alone."""
-    schedule = schedule_of("0F0 0I0 0W0", rank_of_segment=(0,), microbatches=1)
-    program = expanded(schedule, segments_of_stage=[3])
+    order = schedule_of("0F0 0I0 0W0", rank_of_segment=(0,), microbatches=1)
+    program = expanded(order, segments_of_stage=[3])
     assert text(program) == ["0F0 1F0 2F0 2I0 1I0 0I0 2W0 1W0 0W0"]
 
 
 def test_two_stages_on_a_rank() -> None:
     """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, as in interleaved schedules."""
-    schedule = schedule_of("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0", rank_of_segment=(0, 1, 0, 1), microbatches=1)
-    program = build(schedule, segments_of_stage=[2, 1, 1, 2], units=own_units(6), sharding=REPLICAS)
+    order = schedule_of("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0", rank_of_segment=(0, 1, 0, 1), microbatches=1)
+    program = build(order, segments_of_stage=[2, 1, 1, 2], units=own_units(6), sharding=REPLICAS)
     assert program.rank_of_segment == (0, 0, 1, 0, 1, 1)
     assert text(program) == [
         "0F0 3RECV_F0 1F0 1SEND_F0 3RECV_B0 3F0 3SEND_F0 LOSS 1RECV_B0 3B0 3SEND_B0 3REDUCE 1B0 1REDUCE "
@@ -86,19 +88,65 @@ def test_a_tied_head_on_another_stage_is_reduced_on_both() -> None:
     )
     assert text(program) == [
         "0F0 1RECV_B0 1F0 1SEND_F0 LOSS 1B0 1REDUCE 0B0 0REDUCE UPDATE",
-        "2RECV_F0 2F0 LOSS 2B0 2SEND_B0 0REDUCE 2REDUCE UPDATE",
+        "2RECV_F0 2F0 LOSS 2B0 2SEND_B0 2REDUCE 0REDUCE UPDATE",
     ]
+
+
+def waiting_in(program: Program, collective: Action) -> list[Action]:
+    """What ranks wait at for ever, where messages are buffered but this collective holds up who starts it."""
+    position = [0] * len(program.ranks)
+    sent: set[Action] = set()
+    partners = [rank for rank, actions in enumerate(program.ranks) if collective in actions]
+    come: set[int] = set()
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(program.ranks):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                receive = program.message_needed(action) if action.kind in COMPUTE else None
+                if receive is not None and program.sender(receive) not in sent:
+                    break
+                if action == collective:
+                    come.add(rank)
+                    if len(come) < len(partners):
+                        break
+                if action.kind in SENDS:
+                    sent.add(action)
+                position[rank] += 1
+                progress = True
+    return [
+        actions[position[rank]] for rank, actions in enumerate(program.ranks) if position[rank] < len(actions)
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b7", "interleaved2", "bfs2", "zb-h1", "zb-h2", "zbv"])
+def test_collectives_of_pipeline_ranks_may_hold_up_their_ranks(name: str) -> None:
+    """The loss, and the sum of a tied weight: nobody who waits there is waited for, as in debug mode."""
+    for placement, kind in ((REPLICATED, Kind.REDUCE), (FSDP, Kind.ALL_REDUCE)):
+        for ranks, microbatches in product((2, 3, 4), (1, 2, 3, 5, 8)):
+            order = schedule(name, ranks=ranks, microbatches=microbatches)
+            sizes = [2, *[1] * (order.num_segments - 2), 2]
+            units = [UnitUse((0, sum(sizes) - 1), replicated=True)]
+            units += [UnitUse((segment,)) for segment in range(1, sum(sizes) - 1)]
+            sharding = Sharding(placement, keep=True)
+            program = build(order, segments_of_stage=sizes, units=units, sharding=sharding)
+            assert waiting_in(program, Action(Kind.LOSS)) == []
+            assert waiting_in(program, Action(kind, 0)) == []
+            holders = {order.rank_of_segment[0], order.rank_of_segment[-1]}
+            for rank in holders if len(holders) > 1 else ():
+                assert written(program, rank).endswith(f" {Action(kind, 0)} UPDATE")
 
 
 def test_every_segment_of_every_size() -> None:
     """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, every unit reduced once, and
     a message each way between neighbours.
     """
-    for schedule in (gpipe, one_forward_one_backward):
+    for generate in (gpipe, one_forward_one_backward):
         for sizes in ([1], [3], [1, 2], [3, 1], [2, 1, 3], [1, 1, 2, 3]):
             for microbatches in (1, 2, 5):
                 program = build(
-                    schedule(ranks=len(sizes), microbatches=microbatches),
+                    generate(ranks=len(sizes), microbatches=microbatches),
                     segments_of_stage=sizes,
                     units=own_units(sum(sizes)),
                     sharding=REPLICAS,

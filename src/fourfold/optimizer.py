@@ -134,8 +134,9 @@ def _square_sum(flat: Tensor) -> Tensor:
 
 def clip_(units: Sequence[Unit], *, norm: float, max_norm: float) -> None:
     """Scale all gradients by ``max_norm / norm`` where ``norm`` is larger."""
-    if norm > max_norm:
-        torch._foreach_mul_([unit.summed for unit in units if unit.is_trained], max_norm / norm)
+    gradients = [unit.summed for unit in units if unit.is_trained]
+    if norm > max_norm and gradients:  # a pipeline rank may have frozen layers only
+        torch._foreach_mul_(gradients, max_norm / norm)
 
 
 class Update:

@@ -10,6 +10,11 @@ backward of the segments below.
 microbatches are in (adding some only later would leave the replicas apart). That ALLREDUCE follows the *next*
 unit's REDUCE, at which its own has been waited for anyway.
 
+[Note: the ends of a pipeline last] Where an embedding and a head on another pipeline rank are one parameter,
+their sum can begin only when the embedding's contribution is in, at the very end. So it stands right before
+UPDATE on both ranks. A collective that starts earlier on the head's rank would hold up, where starting is
+waiting (debug mode), the gradients that the embedding's rank still needs.
+
 [Note: one reduction in flight] Where pieces have owners, a REDUCE waits for the one before it and releases
 that one's buffer. So a rank holds the whole gradients of two units at most: one being summed, one being
 computed.
@@ -75,19 +80,33 @@ def _with_sums(program: Program, rank: int, actions: Sequence[Action], turns: in
     for unit in program.trained_on(rank):
         contributions = _contributions(program, unit, actions)
         for turn, group in enumerate(_grouped(contributions, turns)):
-            last = max(position[action] for action in group)
-            after.setdefault(last, []).append(Action(Kind.REDUCE, unit, turn if turns > 1 else None))
+            end = max(position[action] for action in group)
+            after.setdefault(end, []).append(Action(Kind.REDUCE, unit, turn if turns > 1 else None))
+    shared = {unit for unit in range(len(program.users)) if _holders(program, unit) > 1}
     written: list[Action] = []
+    last: list[Action] = []
     waiting: Action | None = None
     for index, action in enumerate(actions):
         written.append(action)
         for collective in after.get(index, ()):
+            if collective.place in shared and not program.placement.optimizer:
+                last.append(collective)  # [Note: the ends of a pipeline last]
+                continue
             written.append(collective)
             is_last = collective.kind is Kind.REDUCE and collective.turn in (None, turns - 1)
             if is_last and program.placement.optimizer and collective.unit in program.replicated:
+                if collective.unit in shared:
+                    last.append(Action(Kind.ALL_REDUCE, collective.unit))
+                    continue
                 written += [waiting] if waiting else []
                 waiting = Action(Kind.ALL_REDUCE, collective.unit)
-    return (*written, *([waiting] if waiting else []), Action(Kind.UPDATE))
+    last.sort(key=lambda action: action.unit)
+    return (*written, *([waiting] if waiting else []), *last, Action(Kind.UPDATE))
+
+
+def _holders(program: Program, unit: int) -> int:
+    """On how many pipeline ranks segments use a unit."""
+    return len({program.rank_of_segment[segment] for segment in program.users[unit]})
 
 
 def _contributions(program: Program, unit: int, actions: Sequence[Action]) -> list[Action]:
