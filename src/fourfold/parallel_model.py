@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.batch.reduction import blocks_of_segments
 from fourfold.batch.unit_specs import UnitSpec, unit_specs
-from fourfold.batch.units import Unit, parameter_sites
+from fourfold.batch.units import Unit, master_dtype, parameter_sites, parameter_users
 from fourfold.build import Sharding, UnitUse, build, evaluation
 from fourfold.collectives import broadcast_
 from fourfold.errors import UserError
@@ -18,7 +19,7 @@ from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule
 from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
-from fourfold.models import Decoder, Microbatch
+from fourfold.models import Decoder, Microbatch, Piece, join
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
 from fourfold.segment import Segment
 from fourfold.specs import ShardingSection
@@ -37,7 +38,7 @@ class ParallelModel:
         mesh: the ranks.
         unit_specs: the units of all pipeline ranks, by number in the program.
         units: the flat buffers of weights and gradients that this rank holds, by that number.
-        stages: the names of the segments of each pipeline stage.
+        stages: the names of the blocks of each pipeline stage.
         program: what each pipeline rank does in a training step.
         sharding: how the units are spread on the Batch axis.
         executor: runs it.
@@ -196,22 +197,18 @@ def parallelize(
     problems = mesh.layout.runnable_problems()
     if problems:
         raise UserError(*problems)
-    pieces = model.pieces()
-    order, segments_of_stage = _stages(model, mesh, microbatches, sequence_length)
+    stages = _stages(model, mesh, microbatches, sequence_length, dtype)
+    pieces = [piece for stage in stages.pieces for piece in stage]
     rank_of_segment = [
-        rank
-        for rank, count in zip(order.rank_of_segment, segments_of_stage, strict=True)
-        for _ in range(count)
+        rank for rank, stage in zip(stages.order.rank_of_segment, stages.pieces, strict=True) for _ in stage
     ]
     specs = unit_specs(
         model,
         {piece.name: piece.modules for piece in pieces},
-        segments_of_stage=segments_of_stage,
         rank_of_segment=rank_of_segment,
         shards=mesh.fsdp.size,
         pieces=sharding.pieces,
         dtype=dtype,
-        sharded=mesh.layout.placement.weights,
     )
     units = _units(model, specs, mesh=mesh, dtype=dtype)
     weight_gradients = WeightGradients()
@@ -223,8 +220,8 @@ def parallelize(
     )
     replicas = mesh.layout.size("dp", "cp")
     program = build(
-        order,
-        segments_of_stage=segments_of_stage,
+        stages.order,
+        segments_of_stage=[len(stage) for stage in stages.pieces],
         units=[UnitUse(spec.users, spec.is_trained, replicas * len(spec.holders) > 1) for spec in specs],
         sharding=plan,
         lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
@@ -238,22 +235,43 @@ def parallelize(
         mesh=mesh,
         activation=partial(_activation, model, dtype=dtype, device=mesh.device),
     )
-    names = iter(piece.name for piece in pieces)
-    stages = [list(islice(names, count)) for count in segments_of_stage]
-    return ParallelModel(model, mesh, specs, units, stages, program, plan, executor)
+    return ParallelModel(model, mesh, specs, units, stages.names, program, plan, executor)
 
 
-def _stages(model: Decoder, mesh: Mesh, microbatches: int, sequence_length: int) -> tuple[Program, list[int]]:
-    """The schedule over stages, and how many segments each stage has."""
+@dataclass(frozen=True)
+class _Stages:
+    """The schedule, the names of the blocks of each of its stages, and the segments that they make."""
+
+    order: Program
+    names: Sequence[Sequence[str]]
+    pieces: Sequence[Sequence[Piece]]
+
+
+def _stages(
+    model: Decoder, mesh: Mesh, microbatches: int, sequence_length: int, dtype: torch.dtype
+) -> _Stages:
+    """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments."""
+    blocks = model.pieces()
     order = schedule(
         mesh.layout.schedule,
         ranks=mesh.pp.size,
         microbatches=microbatches,
-        most_stages=max(len(model.pieces()) - 2, 1),
+        most_stages=max(len(blocks) - 2, 1),
     )
-    if order.num_segments == 1:
-        return order, [len(model.pieces())]
-    return order, split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
+    counts = [len(blocks)]
+    if order.num_segments > 1:
+        counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
+    itemsize = master_dtype(dtype).itemsize
+    owned = parameter_users(model, [block.modules for block in blocks])
+    named = dict(model.named_parameters())
+    sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
+    names, pieces = [], []
+    for first, stop in pairwise(accumulate(counts, initial=0)):
+        stage = blocks[first:stop]
+        spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
+        names.append([block.name for block in stage])
+        pieces.append([join(stage[span.start : span.stop]) for span in spans])
+    return _Stages(order, names, pieces)
 
 
 def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.batch.reduction import SHARDED_UNIT_BYTES, UNIT_BYTES, segments_of_units, with_reductions
+from fourfold.batch.reduction import SEGMENT_BYTES, SHARDED_SEGMENT_BYTES, blocks_of_segments, with_reductions
 from fourfold.build import expanded
 from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.program import Action, Kind, Program, check
@@ -107,9 +107,9 @@ def test_every_contribution_is_summed_once(microbatches: int, every_microbatch: 
     ],
 )
 def test_units_are_large_enough_and_several(sizes: list[float], expected: list[tuple[int, int]]) -> None:
-    units = segments_of_units([int(size * 2**20) for size in sizes])
+    units = blocks_of_segments([int(size * 2**20) for size in sizes])
     assert [(unit.start, unit.stop) for unit in units] == expected
-    assert UNIT_BYTES == 25 * 2**20
+    assert SEGMENT_BYTES == 25 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,6 @@ def test_units_are_large_enough_and_several(sizes: list[float], expected: list[t
     ],
 )
 def test_sharded_units_are_smaller(sizes: list[float], expected: list[tuple[int, int]]) -> None:
-    units = segments_of_units([int(size * 2**20) for size in sizes], sharded=True)
+    units = blocks_of_segments([int(size * 2**20) for size in sizes], sharded=True)
     assert [(unit.start, unit.stop) for unit in units] == expected
-    assert SHARDED_UNIT_BYTES == 4 * 2**20
+    assert SHARDED_SEGMENT_BYTES == 4 * 2**20

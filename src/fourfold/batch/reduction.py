@@ -25,36 +25,36 @@ from dataclasses import replace
 
 from fourfold.program.actions import CONTRIBUTES, Action, Kind, Program
 
-UNIT_BYTES = 25 * 2**20
-"""A unit has at least so many bytes of gradients, or half of the model's where that is less.
+SEGMENT_BYTES = 25 * 2**20
+"""A segment has at least so many bytes of gradients, or half of its stage's where that is less.
 
-Each reduction costs a latency, so small ones are joined; but what the backward finishes last has nothing to
-hide behind, so they are not joined to one.
+Each reduction costs a latency and each segment a call of autograd, so small blocks are joined; but what the
+backward finishes last has nothing to hide behind, so they are not joined to one.
 """
 
-SHARDED_UNIT_BYTES = 4 * 2**20
-"""The same where weights are sharded, or an eighth of the model: whole units take memory there."""
+SHARDED_SEGMENT_BYTES = 4 * 2**20
+"""The same where weights are sharded, or an eighth of the stage: whole segments take memory there."""
 
 
-def segments_of_units(segment_bytes: Sequence[int], *, sharded: bool = False) -> list[range]:
-    """Join neighbouring segments to units, in the order of the backward: the last segments come first.
+def blocks_of_segments(block_bytes: Sequence[int], *, sharded: bool = False) -> list[range]:
+    """Join neighbouring blocks of a stage to segments, in the order of the backward: the last come first.
 
     Args:
-        segment_bytes: of the gradients of each segment's parameters, in the order of the forward.
-        sharded: whether a rank holds the weights of a unit only while it is used.
+        block_bytes: of the gradients of each block's parameters, in the order of the forward.
+        sharded: whether a rank holds the weights of a segment only while it is used.
 
     Returns:
-        The segments of each unit, in the order of the forward.
+        The blocks of each segment, in the order of the forward.
     """
-    total = sum(segment_bytes)
-    enough = min(SHARDED_UNIT_BYTES, total / 8) if sharded else min(UNIT_BYTES, total / 2)
-    units: list[range] = []
-    stop = len(segment_bytes)
-    for start in reversed(range(len(segment_bytes))):
-        if start == 0 or sum(segment_bytes[start:stop]) >= enough:
-            units.insert(0, range(start, stop))
+    total = sum(block_bytes)
+    enough = min(SHARDED_SEGMENT_BYTES, total / 8) if sharded else min(SEGMENT_BYTES, total / 2)
+    segments: list[range] = []
+    stop = len(block_bytes)
+    for start in reversed(range(len(block_bytes))):
+        if start == 0 or sum(block_bytes[start:stop]) >= enough:
+            segments.insert(0, range(start, stop))
             stop = start
-    return units
+    return segments
 
 
 def with_reductions(program: Program, *, every_microbatch: bool) -> Program:

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
 from fourfold.batch.pieces import Pieces, cut
-from fourfold.batch.reduction import segments_of_units
 from fourfold.batch.units import Slot, master_dtype, parameter_users, slots
 
 
@@ -41,7 +39,7 @@ class UnitSpec:
 
 
 @dataclass
-class _Joined:
+class _Group:
     """Parameters of one unit, each with the segments that use it."""
 
     name: str
@@ -54,76 +52,58 @@ def unit_specs(
     model: nn.Module,
     segments: Mapping[str, Sequence[nn.Module]],
     *,
-    segments_of_stage: Sequence[int],
     rank_of_segment: Sequence[int],
     shards: int,
     pieces: str,
     dtype: torch.dtype,
-    sharded: bool,
 ) -> list[UnitSpec]:
-    """Put parameters together, in model order.
+    """Return the units of a model, in its order.
 
-    A unit holds the trained or the frozen parameters of one segment, or of several small neighbours in one
-    stage. Parameters that several pipeline ranks hold are a unit of their own. What each pipeline rank holds
-    is dealt evenly to the ranks of its fsdp axis.
+    A unit holds the trained or the frozen parameters of one segment. Those that several pipeline ranks hold
+    are a unit of their own. What each pipeline rank holds is dealt evenly to the ranks of its fsdp axis.
 
     Args:
         model: gives names and shapes.
         segments: the modules of each segment by its name, in order.
-        segments_of_stage: how many of them each pipeline stage has.
         rank_of_segment: the pipeline rank of each.
         shards: ranks of the fsdp axis.
         pieces: how units are cut; see `fourfold.batch.pieces.cut`.
         dtype: what computation runs in.
-        sharded: whether a rank holds the weights of a unit only while it is used.
     """
     named = dict(model.named_parameters())
-    joined = _joined(model, segments, segments_of_stage, rank_of_segment, dtype, sharded=sharded)
-    shapes = [{name: tuple(named[name].shape) for name in unit.users} for unit in joined]
+    grouped = _grouped(model, segments, rank_of_segment)
+    shapes = [{name: tuple(named[name].shape) for name in group.users} for group in grouped]
     cuts: dict[int, Pieces] = {}
-    for holders in dict.fromkeys(unit.holders for unit in joined):
-        numbers = [number for number, unit in enumerate(joined) if unit.holders == holders]
+    for holders in dict.fromkeys(group.holders for group in grouped):
+        numbers = [number for number, group in enumerate(grouped) if group.holders == holders]
         found = cut([shapes[number] for number in numbers], ranks=shards, how=pieces)
         cuts.update(zip(numbers, found, strict=True))
     return [
         UnitSpec(
-            unit.name,
+            group.name,
             slots(shapes[number], cuts[number].order),
             cuts[number],
-            tuple(sorted({user for users in unit.users.values() for user in users})),
-            unit.holders,
-            unit.is_trained,
+            tuple(sorted({user for users in group.users.values() for user in users})),
+            group.holders,
+            group.is_trained,
             master_dtype(dtype),
         )
-        for number, unit in enumerate(joined)
+        for number, group in enumerate(grouped)
     ]
 
 
-def _joined(
-    model: nn.Module,
-    segments: Mapping[str, Sequence[nn.Module]],
-    segments_of_stage: Sequence[int],
-    rank_of_segment: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    sharded: bool,
-) -> list[_Joined]:
-    owned = parameter_users(model, [tuple(modules) for modules in segments.values()])
+def _grouped(
+    model: nn.Module, segments: Mapping[str, Sequence[nn.Module]], rank_of_segment: Sequence[int]
+) -> list[_Group]:
     named = dict(model.named_parameters())
-    names = list(segments)
-    itemsize = master_dtype(dtype).itemsize
-    sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
-    joined = []
-    for first, stop in pairwise(accumulate(segments_of_stage, initial=0)):
-        for span in segments_of_units(sizes[first:stop], sharded=sharded):
-            within = [first + segment for segment in span]
-            title = " to ".join(dict.fromkeys((names[within[0]], names[within[-1]])))
-            found: dict[tuple[bool, tuple[int, ...]], _Joined] = {}
-            for segment in within:
-                for name, users in owned[segment].items():
-                    trained = named[name].requires_grad
-                    holders = tuple(sorted({rank_of_segment[user] for user in users}))
-                    unit = found.setdefault((trained, holders), _Joined(title, trained, holders, {}))
-                    unit.users[name] = users
-            joined += sorted(found.values(), key=lambda unit: (not unit.is_trained, unit.holders))
-    return joined
+    grouped = []
+    owned = parameter_users(model, [tuple(modules) for modules in segments.values()])
+    for title, parameters in zip(segments, owned, strict=True):
+        found: dict[tuple[bool, tuple[int, ...]], _Group] = {}
+        for name, users in parameters.items():
+            trained = named[name].requires_grad
+            holders = tuple(sorted({rank_of_segment[user] for user in users}))
+            group = found.setdefault((trained, holders), _Group(title, trained, holders, {}))
+            group.users[name] = users
+        grouped += sorted(found.values(), key=lambda group: (not group.is_trained, group.holders))
+    return grouped

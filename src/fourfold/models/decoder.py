@@ -1,6 +1,6 @@
 """One decoder for the Llama, Qwen2, Qwen3 and Mistral families, with Hugging Face's parameter names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,6 +108,21 @@ class Piece:
     modules: tuple[nn.Module, ...]
     forward: Callable[[Tensor | None, Microbatch], Tensor]
     is_lookup: bool = False
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """Return neighbouring pieces as one, which computes what they compute one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+
+    def forward(x: Tensor | None, batch: Microbatch) -> Tensor:
+        for piece in pieces:
+            x = piece.forward(x, batch)
+        assert x is not None
+        return x
+
+    modules = tuple(module for piece in pieces for module in piece.modules)
+    return Piece(f"{pieces[0].name} to {pieces[-1].name}", modules, forward)
 
 
 class Decoder(nn.Module):
