@@ -3,6 +3,7 @@
 A contestant is built on every rank of its team and has one method, ``step(k) -> loss``.
 """
 
+import os
 from typing import Protocol
 
 import torch
@@ -114,6 +115,35 @@ class Fsdp2(Plain):
 
     def step(self, k: int) -> float:
         return super().step(k) / self.ranks
+
+
+class DeepSpeedZero3(Plain):
+    """DeepSpeed's ZeRO-3 around the same module as FSDP2's, on its CPU accelerator over gloo."""
+
+    def __init__(self, workload: Workload, rank: int, ranks: int):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # not a dependency: whoever has it sees its row
+
+        super().__init__(workload, rank, ranks)
+        module = _PyTorchLoss(_decoder(), ranks / workload.tokens)  # it averages over ranks
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_adamw(module),
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": len(self.rows),
+                "zero_optimization": {"stage": 3, "overlap_comm": True},
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+        self.ranks = ranks
+
+    def step(self, k: int) -> float:
+        loss = self.engine(self.workload.rows(k, self.workload.batch, self.rows))
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.detach()) * self.workload.tokens / self.ranks
 
 
 class TorchPipeline:

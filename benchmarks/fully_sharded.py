@@ -1,15 +1,16 @@
-"""Fully sharded data parallelism against PyTorch's FSDP2 and DDP.
+"""Fully sharded data parallelism against PyTorch's FSDP2 and DDP, and DeepSpeed's ZeRO-3 where installed.
 
 python benchmarks/fully_sharded.py [--json] [--workload dense] [--ranks 2] [--rounds 24]
 """
 
+import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.contestants import Ddp, Fsdp2, Ours, Plain
+from benchmarks.contestants import Ddp, DeepSpeedZero3, Fsdp2, Ours, Plain
 from benchmarks.report import Row, run
 from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import MODEL, Workload
@@ -31,6 +32,10 @@ def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
         "torch FSDP2": partial(Fsdp2, workload),
         "torch DDP": partial(Ddp, workload, own_decoder=False),
     }
+    peers = ["torch FSDP2", "torch DDP"]
+    if importlib.util.find_spec("deepspeed") is not None:
+        builds["DeepSpeed ZeRO-3"] = partial(DeepSpeedZero3, workload)
+        peers.append("DeepSpeed ZeRO-3")
     scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
     return [
         Row.of(
@@ -43,7 +48,7 @@ def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
             formula_bytes=formula_bytes(ranks, layout),
         )
         for layout in LAYOUTS
-        for peer in ("torch FSDP2", "torch DDP")
+        for peer in peers
     ]
 
 

@@ -8,8 +8,9 @@ import pytest
 from fourfold.build import Sharding, UnitUse, build, evaluation, expanded
 from fourfold.errors import UserError
 from fourfold.layer.schedules import gpipe, one_forward_one_backward, schedule
-from fourfold.program import COMPUTE, Action, Kind, Program, check
+from fourfold.program import COMPUTE, Action, Kind, Program, check, clock
 from fourfold.program.actions import SENDS
+from fourfold.program.clock import Times
 from fourfold.specs import REPLICATED
 from tests.programs import FSDP, REPLICAS, ZERO2, one_stage, own_units, parsed, units_with_users, written
 
@@ -35,9 +36,12 @@ def test_forwards_go_up_and_backwards_down() -> None:
 
 
 def test_stages_of_unequal_size() -> None:
-    """Stages of 1, 3 and 2 segments: segments are counted through, each on the rank of its stage."""
+    """Stages of 1, 3 and 2 segments: segments are counted through, each on the rank of its stage.
+
+    Nobody waits for the backward of the first stage, so it stays whole.
+    """
     program = expanded(gpipe(ranks=3, microbatches=1), segments_of_stage=[1, 3, 2])
-    assert text(program) == ["0F0 0B0", "1F0 2F0 3F0 3B0 2B0 1B0", "4F0 5F0 5B0 4B0"]
+    assert text(program) == ["0F0 0B0", "1F0 2F0 3F0 3I0 2I0 1I0 3W0 2W0 1W0", "4F0 5F0 5I0 4I0 5W0 4W0"]
     assert program.rank_of_segment == (0, 1, 1, 1, 2, 2)
     check(program)
 
@@ -49,16 +53,44 @@ def test_halves_go_down_each_for_itself() -> None:
     assert text(program) == ["0F0 1F0 2F0 2I0 1I0 0I0 2W0 1W0 0W0"]
 
 
+def test_input_gradients_go_first_where_another_rank_waits() -> None:
+    """In a V the stage before the third is on the same rank: its backward stays whole."""
+    order = schedule_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", rank_of_segment=(0, 1, 1, 0), microbatches=1)
+    program = expanded(order, segments_of_stage=[1, 2, 2, 2])
+    assert text(program) == [
+        "0F0 5F0 6F0 6I0 5I0 6W0 5W0 0B0",
+        "1F0 2F0 3F0 4F0 4B0 3B0 2I0 1I0 2W0 1W0",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("times", [Times(), Times(2, 3, 1), Times(1, 0.5, 1.5)])
+def test_the_bubble_with_input_gradients_first(ranks: int, times: Times) -> None:
+    """(P-1)(F+I)/v, where W <= F + I: a rank below waits for input gradients only."""
+    one = times.forward + times.input_gradient
+    for microbatches, chunks in product((ranks, 2 * ranks + 1), (1, 2, 3)):
+        for name in (f"interleaved{chunks}", f"bfs{chunks}", *(("gpipe", "1f1b") if chunks == 1 else ())):
+            order = schedule(name, ranks=ranks, microbatches=microbatches)
+            program = build(
+                order,
+                segments_of_stage=[2] * order.num_segments,
+                units=own_units(2 * order.num_segments),
+                sharding=REPLICAS,
+            )
+            bubble = clock(program, times.of(program)).seconds - microbatches * (one + times.weight_gradient)
+            assert bubble == pytest.approx((ranks - 1) * one / chunks, abs=1e-9), (name, microbatches)
+
+
 def test_two_stages_on_a_rank() -> None:
     """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, as in interleaved schedules."""
     order = schedule_of("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0", rank_of_segment=(0, 1, 0, 1), microbatches=1)
     program = build(order, segments_of_stage=[2, 1, 1, 2], units=own_units(6), sharding=REPLICAS)
     assert program.rank_of_segment == (0, 0, 1, 0, 1, 1)
     assert text(program) == [
-        "0F0 3RECV_F0 1F0 1SEND_F0 3RECV_B0 3F0 3SEND_F0 LOSS 1RECV_B0 3B0 3SEND_B0 3REDUCE 1B0 1REDUCE "
-        "0B0 0REDUCE UPDATE",
-        "2RECV_F0 4RECV_F0 2F0 2SEND_F0 4F0 5F0 LOSS 5B0 5REDUCE 2RECV_B0 4B0 4SEND_B0 4REDUCE "
-        "2B0 2SEND_B0 2REDUCE UPDATE",
+        "0F0 3RECV_F0 1F0 1SEND_F0 3RECV_B0 3F0 3SEND_F0 LOSS 3I0 3SEND_B0 1RECV_B0 3W0 3REDUCE "
+        "1B0 1REDUCE 0B0 0REDUCE UPDATE",
+        "2RECV_F0 4RECV_F0 2F0 2SEND_F0 4F0 5F0 LOSS 5I0 4I0 4SEND_B0 2RECV_B0 5W0 5REDUCE 4W0 4REDUCE "
+        "2I0 2SEND_B0 2W0 2REDUCE UPDATE",
     ]
 
 
@@ -75,7 +107,7 @@ def test_build_over_two_stages() -> None:
     )
     assert text(program) == [
         "0F0 1F0 1SEND_F0 0F1 1RECV_B0 1F1 1SEND_F1 LOSS 1B0 1RECV_B1 0B0 1B1 1REDUCE 0B1 0REDUCE UPDATE",
-        "2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 LOSS 2B1 2SEND_B1 2REDUCE UPDATE",
+        "2RECV_F0 2F0 2RECV_F1 2I0 2SEND_B0 2W0 2F1 LOSS 2I1 2SEND_B1 2W1 2REDUCE UPDATE",
     ]
 
 
@@ -88,7 +120,7 @@ def test_a_tied_head_on_another_stage_is_reduced_on_both() -> None:
     )
     assert text(program) == [
         "0F0 1RECV_B0 1F0 1SEND_F0 LOSS 1B0 1REDUCE 0B0 0REDUCE UPDATE",
-        "2RECV_F0 2F0 LOSS 2B0 2SEND_B0 2REDUCE 0REDUCE UPDATE",
+        "2RECV_F0 2F0 LOSS 2I0 2SEND_B0 2W0 2REDUCE 0REDUCE UPDATE",
     ]
 
 
@@ -139,8 +171,8 @@ def test_collectives_of_pipeline_ranks_may_hold_up_their_ranks(name: str) -> Non
 
 
 def test_every_segment_of_every_size() -> None:
-    """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, every unit reduced once, and
-    a message each way between neighbours.
+    """Up to 4 stages of 1 to 3 segments and 5 microbatches: every F and B once, I and W above the first
+    stage, every unit reduced once, and a message each way between neighbours.
     """
     for generate in (gpipe, one_forward_one_backward):
         for sizes in ([1], [3], [1, 2], [3, 1], [2, 1, 3], [1, 1, 2, 3]):
@@ -154,7 +186,9 @@ def test_every_segment_of_every_size() -> None:
                 actions = [action for _, action in program.actions()]
                 for kind, count in (
                     (Kind.FORWARD, sum(sizes) * microbatches),
-                    (Kind.BACKWARD, sum(sizes) * microbatches),
+                    (Kind.BACKWARD, sizes[0] * microbatches),
+                    (Kind.INPUT_GRADIENT, sum(sizes[1:]) * microbatches),
+                    (Kind.WEIGHT_GRADIENT, sum(sizes[1:]) * microbatches),
                     (Kind.REDUCE, sum(sizes)),
                     (Kind.SEND_ACTIVATION, (len(sizes) - 1) * microbatches),
                     (Kind.RECV_ACTIVATION, (len(sizes) - 1) * microbatches),

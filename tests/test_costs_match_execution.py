@@ -4,6 +4,7 @@ import pytest
 from torch import Tensor
 
 from fourfold.batch.costs import Held, held_bytes
+from fourfold.batch.reduction import blocks_of_segments
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
 from fourfold.events import step_events
@@ -21,10 +22,10 @@ LENGTH = 16
 
 
 def on_a_rank(
-    layout: str, model: str, microbatches: int, dtype: str, sharding: ShardingSection
+    layout: str, model: str | ModelSpec, microbatches: int, dtype: str, sharding: ShardingSection
 ) -> ParallelModel:
     return initialized(
-        ModelSpec.preset(model),
+        ModelSpec.preset(model) if isinstance(model, str) else model,
         Mesh(Layout.parse(layout)),
         microbatches=microbatches,
         dtype=dtype,
@@ -46,7 +47,7 @@ def run_step(parallel: ParallelModel) -> None:
 
 
 def events_of_a_step(
-    layout: str, model: str, microbatches: int, dtype: str, sharding: ShardingSection
+    layout: str, model: str | ModelSpec, microbatches: int, dtype: str, sharding: ShardingSection
 ) -> tuple[list[Event], list[Event]]:
     """Those recorded, those predicted."""
     parallel = on_a_rank(layout, model, microbatches, dtype, sharding)
@@ -110,27 +111,33 @@ def test_the_gradients_sent_are_those_of_the_model(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("vocab_size", [67, 512])
 @pytest.mark.parametrize("layout", ["fsdp4", "fsdp4:zero1", "fsdp4:zero2"])
-def test_what_sharding_sends(ranks: RankPool, layout: str, microbatches: int) -> None:
+def test_what_sharding_sends(ranks: RankPool, layout: str, vocab_size: int, microbatches: int) -> None:
     """ZeRO-1 and 2: all weights once. FSDP: for every forward and backward, less what is kept.
 
     The textbook's FSDP gathers all weights twice. Ours leaves out the embedding in the backward, which reads
-    no weights, and at the turn the head and the layer before it. Between two microbatches the embedding is
-    needed again, and the first layer is kept.
+    no weights, and at the turn the last two segments: the head and the layer before it or, where the head is
+    so small that it is joined to the last layer, two layers and the head. Between two microbatches the
+    embedding is needed again, and the first layer is kept.
     """
-    spec = ModelSpec.preset("tiny")
+    spec = ModelSpec.preset("tiny").replace({"vocab_size": vocab_size})
     sharding = ShardingSection(pieces="rows")
-    recorded, _ = ranks(4, events_of_a_step, layout, "tiny", microbatches, "float32", sharding)[0]
+    recorded, _ = ranks(4, events_of_a_step, layout, spec, microbatches, "float32", sharding)[0]
     total = spec.num_parameters
     embedding = spec.vocab_size * spec.hidden_size
     head = embedding + spec.hidden_size
     layer = (total - embedding - head) // spec.num_hidden_layers
+    blocks = [embedding, *[layer] * spec.num_hidden_layers, head]
+    *_, before, last = blocks_of_segments([4 * block for block in blocks], sharded=True)
+    assert [list(before), list(last)] == ([[3], [4, 5]] if vocab_size == 67 else [[4], [5]])
     gathered = sum(event.bytes for event in recorded if event.op == "all_gather") // 4
     if "zero" in layout:
         assert gathered == total
     else:
         twice = 2 * microbatches * total
-        at_turns = microbatches * (embedding + head + layer)
+        kept = sum(blocks[block] for segment in (before, last) for block in segment)
+        at_turns = microbatches * (embedding + kept)
         assert gathered == twice - at_turns - (microbatches - 1) * layer
     reduced = sum(event.bytes for event in recorded if event.op == "reduce_scatter") // 4
     assert reduced == total * (1 if layout == "fsdp4:zero1" else microbatches)

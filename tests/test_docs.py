@@ -46,8 +46,8 @@ def test_every_kind_of_layout_has_a_listing() -> None:
 
 
 def fsdp_listing() -> str:
-    """Of a real model with two layers, and no segment so small that it is joined to another."""
-    spec = ModelSpec.preset("tiny").replace({"vocab_size": 400})
+    """Of a real model with two layers, and no block so small that it is joined to another."""
+    spec = ModelSpec.preset("tiny").replace({"vocab_size": 400, "num_hidden_layers": 2})
     with torch.device("meta"):
         model = Decoder(spec)
     return draw.listing(parallelize(model, mesh=Mesh(Layout.parse("fsdp2"))).program)

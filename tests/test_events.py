@@ -84,7 +84,9 @@ def test_the_events_of_a_pipeline_with_a_tied_head() -> None:
         units=[UnitUse((0, 2), replicated=True), UnitUse((1,), replicated=True)],
         sharding=Sharding(),
     )
-    assert written(program, 1) == "2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 LOSS 2B1 2SEND_B1 0REDUCE UPDATE"
+    assert written(program, 1) == (
+        "2RECV_F0 2F0 2RECV_F1 2I0 2SEND_B0 2W0 2F1 LOSS 2I1 2SEND_B1 2W1 0REDUCE UPDATE"
+    )
     assert events_of(program, "pp2,dp2", size(10), rank=1) == [
         Event("recv", "pp", 100, "float32"),
         Event("recv", "pp", 200, "float32"),

@@ -14,6 +14,7 @@ from fourfold.batch.units import master_dtype
 from fourfold.collectives import all_reduce_
 from fourfold.data import SyntheticDataset
 from fourfold.errors import UserError
+from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import Update, optimizers
@@ -57,7 +58,7 @@ def test_names_and_shapes_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_units_are_neighbouring_segments_in_the_models_order(name: str) -> None:
+def test_units_are_segments_in_the_models_order(name: str) -> None:
     spec = ModelSpec.preset(name)
     parallel = parallelize(on_meta(name), mesh=Mesh(Layout()), microbatches=2)
     model_order = list(spec.parameter_shapes())
@@ -72,6 +73,31 @@ def test_units_are_neighbouring_segments_in_the_models_order(name: str) -> None:
     assert sorted(used) == sorted([*range(last + 1), *([last] if spec.tie_word_embeddings else [])])
     assert (last in parallel.program.users[0]) == spec.tie_word_embeddings
     assert parallel.program.microbatches == 2
+
+
+def logits_of_a_row(layout: str, vocab_size: int) -> tuple[Tensor, Tensor, int]:
+    """The logits after a row of tokens, those that one whole model gives, the blocks joined with the head."""
+    spec = ModelSpec.preset("tiny").replace({"vocab_size": vocab_size})
+    found = initialized(spec, Mesh(Layout.parse(layout)), microbatches=2, dtype="float64", seed=0)
+    model = Decoder(spec).double()
+    initialize_(whole(dict(model.named_parameters())), model, seed=0, std=spec.initializer_range)
+    row = SyntheticDataset(vocab_size, sequence_length=16, seed=0).rows(0, 1, range(1))
+    found.gather_()
+    with torch.no_grad():
+        expected = model.last_logits(model.residual(row))
+    return found.last_logits(row), expected, len(found.before_head)
+
+
+@pytest.mark.parametrize("vocab_size", [67, 512])
+@pytest.mark.parametrize("layout", ["dp1", "fsdp2", "pp2", "pp2:interleaved2"])
+def test_the_last_logits_are_those_of_the_whole_model(ranks: RankPool, layout: str, vocab_size: int) -> None:
+    """Also where layers are joined with a small head to the last segment."""
+    world_size = Layout.parse(layout).world_size
+    for found, expected, joined in ranks(world_size, logits_of_a_row, layout, vocab_size):
+        assert found.shape == (vocab_size,)
+        assert torch.equal(found, expected)
+        if vocab_size == 67:
+            assert joined > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

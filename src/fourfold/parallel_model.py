@@ -39,6 +39,7 @@ class ParallelModel:
         unit_specs: the units of all pipeline ranks, by number in the program.
         units: the flat buffers of weights and gradients that this rank holds, by that number.
         stages: the names of the blocks of each pipeline stage.
+        before_head: the blocks that are joined with the head to the last segment.
         program: what each pipeline rank does in a training step.
         sharding: how the units are spread on the Batch axis.
         executor: runs it.
@@ -49,6 +50,7 @@ class ParallelModel:
     unit_specs: Sequence[UnitSpec]
     units_by_number: Mapping[int, Unit]
     stages: Sequence[Sequence[str]]
+    before_head: Sequence[Piece]
     program: Program
     sharding: Sharding
     executor: Executor
@@ -102,7 +104,10 @@ class ParallelModel:
         logits = found[0] if found else like.new_empty(self.model.spec.vocab_size)
         return broadcast_(logits, self.mesh.pp, source=self.program.rank_of_segment[-1])
 
-    def _last_logits(self, x_BSC: Tensor | None, _: Microbatch) -> Tensor:
+    def _last_logits(self, x_BSC: Tensor | None, batch: Microbatch) -> Tensor:
+        """The last segment with logits in place of the loss."""
+        for block in self.before_head:
+            x_BSC = block.forward(x_BSC, batch)
         assert x_BSC is not None
         return self.model.last_logits(x_BSC)
 
@@ -235,16 +240,20 @@ def parallelize(
         mesh=mesh,
         activation=partial(_activation, model, dtype=dtype, device=mesh.device),
     )
-    return ParallelModel(model, mesh, specs, units, stages.names, program, plan, executor)
+    return ParallelModel(model, mesh, specs, units, stages.names, stages.before_head, program, plan, executor)
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """The schedule, the names of the blocks of each of its stages, and the segments that they make."""
+    """The schedule, the names of the blocks of each of its stages, and the segments that they make.
+
+    ``before_head`` are the blocks that are joined with the head.
+    """
 
     order: Program
     names: Sequence[Sequence[str]]
     pieces: Sequence[Sequence[Piece]]
+    before_head: Sequence[Piece]
 
 
 def _stages(
@@ -271,7 +280,7 @@ def _stages(
         spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
         names.append([block.name for block in stage])
         pieces.append([join(stage[span.start : span.stop]) for span in spans])
-    return _Stages(order, names, pieces)
+    return _Stages(order, names, pieces, stage[spans[-1].start : -1])
 
 
 def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device: torch.device) -> Tensor:

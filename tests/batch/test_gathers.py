@@ -210,7 +210,8 @@ def test_each_stage_gathers_its_own_units() -> None:
     assert written(program, 0) == (
         "0GATHER0 1GATHER0 0F0 0FREE0 1RECV_B0 1F0 1SEND_F0 LOSS 1B0 1REDUCE 1FREE0 0B0 0REDUCE UPDATE"
     )
-    assert written(program, 1) == "2GATHER0 2RECV_F0 2F0 LOSS 2B0 2SEND_B0 2REDUCE 2FREE0 UPDATE"
+    # Weights are not read by a weight gradient.
+    assert written(program, 1) == "2GATHER0 2RECV_F0 2F0 LOSS 2I0 2SEND_B0 2FREE0 2W0 2REDUCE UPDATE"
 
 
 def test_an_evaluation_gathers_and_frees_too() -> None:

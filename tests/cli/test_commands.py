@@ -149,7 +149,10 @@ def test_python_m_fourfold():
             ["verify", "--model", "tiny", "--layout", "fsdp2:zero"],
             ["Use fsdp2:zero2 or fsdp2:zero1, or fsdp2 to cut the weights too"],
         ),
-        ([*TRAIN, "sharding.accumulate=all"], ["sharding.accumulate='all' is not a choice: use 'pieces' or"]),
+        (
+            [*TRAIN, "sharding.accumulate=all"],
+            ["sharding.accumulate='all' is not a choice: use 'auto', 'pieces' or 'whole'"],
+        ),
         (["sample", "nowhere"], ["run folder nowhere does not exist"]),
         (["sample", "."], ["there is no checkpoint in "]),
         (["prepare", "corpse.txt"], ["no such file or folder: corpse.txt"]),

@@ -19,7 +19,7 @@ def test_a_terminal_has_nothing_to_obey(monkeypatch: pytest.MonkeyPatch):
     model = Decoder(ModelSpec.preset("tiny"))
     settings = SampleSection(prompt="def", tokens=9, temperature=0.5, top_k=0)
     assert sample_text(model, ByteTokenizer(), settings, seed=3) == "defa\tb\ufffd\n\ufffd[2Jc"
-    expected = {"tokens": 9, "temperature": 0.5, "top_k": None, "seed": 3, "stop": 256}
+    expected = {"tokens": 9, "temperature": 0.5, "top_k": None, "seed": 3, "stop": 256, "last_logits": None}
     assert asked == {**expected, "prompt_ids": list(b"def")}
 
 
