@@ -171,7 +171,7 @@ class TorchPipeline:
         counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=count)
         mine = [rank] if is_single else [rank, count - 1 - rank if is_v else rank + ranks]
         stages = [
-            pipelining.PipelineStage(_Stage(model, counts, index), index, count, torch.device("cpu"))
+            pipelining.PipelineStage(Stage(model, counts, index), index, count, torch.device("cpu"))
             for index in mine
         ]
         self.workload, self.rank = workload, rank
@@ -195,7 +195,7 @@ class TorchPipeline:
         return float(sum(loss.detach() for loss in losses)) * self.workload.tokens
 
 
-class _Stage(nn.Module):
+class Stage(nn.Module):
     """Some neighbouring segments of the decoder: tokens or activations in, activations or logits out."""
 
     def __init__(self, model: Decoder, counts: list[int], index: int):

@@ -2,10 +2,10 @@
 
 python benchmarks/pipeline_clock.py [--json] [--workload dense] [--ranks 2] [--rounds 10]
 
-Each action's duration is the median over the steps of one schedule, 1f1b, and from them the clock predicts
-the steps of all schedules (halves of backwards are timed under zb-h1). What an action takes may depend on
-what the other rank does at that time, so this is a test of the clock and of that assumption. A message takes
-half of a round trip, measured alone.
+Each action's duration is its median over the steps of a schedule (over microbatches, too), and from them the
+clock predicts that schedule's step. What an action takes may depend on what the other rank does at that time,
+and varies from step to step: this is a test of the clock and of leaving that out. A message takes half of a
+round trip, measured alone.
 """
 
 import json
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ from fourfold.program.actions import COMPUTE, SENDS, Action, Kind
 from fourfold.program.clock import clock
 
 MICROBATCHES = 8
-TIMED = ("1f1b", "zb-h1")
-"""The schedules whose actions are timed: with whole backwards and with halves."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved2", "zb-h1", "zb-h2", "zbv")
 WARM_UP = 2
 MESSAGES = 20
@@ -55,8 +54,8 @@ def measure(rank: Rank, workload: Workload, ranks: int, rounds: int) -> list[Row
     torch.set_num_threads(1)
     rank.connect(device_type="cpu", agree_on={})
     contestants = {name: Ours(workload, f"pp{ranks}:{name}", microbatches=MICROBATCHES) for name in SCHEDULES}
-    durations: dict[tuple[Kind, int | None], list[float]] = {}
-    updates: dict[int, list[float]] = {}
+    durations: dict[tuple[str, Kind, int | None], list[float]] = {}
+    updates: dict[tuple[str, int], list[float]] = {}
     steps: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for k in range(WARM_UP + rounds):
         for name, contestant in contestants.items():
@@ -66,26 +65,26 @@ def measure(rank: Rank, workload: Workload, ranks: int, rounds: int) -> list[Row
             if k < WARM_UP:
                 continue
             steps[name].append(timeline.seconds)
-            for span in timeline.spans if name in TIMED else ():
+            for span in timeline.spans:
                 seconds = span.end_seconds - span.start_seconds
                 if span.action.kind in COMPUTE:
-                    durations.setdefault((span.action.kind, span.action.place), []).append(seconds)
-                elif span.action.kind is Kind.UPDATE and name == TIMED[0]:
-                    updates.setdefault(k, []).append(seconds)
+                    durations.setdefault((name, span.action.kind, span.action.place), []).append(seconds)
+                elif span.action.kind is Kind.UPDATE:
+                    updates.setdefault((name, k), []).append(seconds)
     message = message_seconds(contestants["1f1b"], workload)
     # The update holds a sum over ranks, so the rank that comes last to it waits for none.
     update = statistics.median(min(seconds) for seconds in updates.values())
 
-    def seconds_of(action: Action) -> float:
+    def seconds_of(name: str, action: Action) -> float:
         if action.kind in COMPUTE:
-            return statistics.median(durations[action.kind, action.place])
+            return statistics.median(durations[name, action.kind, action.place])
         if action.kind is Kind.UPDATE:
             return update
         return message if action.kind in SENDS else 0.0
 
     rows = []
     for name, contestant in contestants.items():
-        predicted = clock(contestant.trainer.parallel.program, seconds_of).seconds
+        predicted = clock(contestant.trainer.parallel.program, partial(seconds_of, name)).seconds
         measured = statistics.median(steps[name])
         rows.append(Row(workload.name, f"pp{ranks}:{name}", predicted, measured, predicted / measured))
     return rows

@@ -60,7 +60,7 @@ def owned_parameters(units: Sequence[Unit], *, matrices: frozenset[str] = frozen
                 if not owned.is_whole:
                     raise UserError(
                         f"Muon needs whole matrices, and a rank owns a part of {owned.name} (Batch axis): "
-                        "use sharding.pieces = 'matrices'"
+                        "use sharding.pieces = 'blocks' or 'matrices'"
                     )
                 add(found.decayed, unit, slice(start, owned.part.start))
                 add(found.matrices, unit, owned.part, owned.shape)

@@ -97,7 +97,7 @@ class Backbone(nn.Module):
 
 @dataclass
 class Piece:
-    """A segment of the model: the embedding, one layer, or the head with the loss.
+    """A block of the model: the embedding, one layer, or the head with the loss; or several, joined.
 
     `modules` hold all its parameters. `forward` maps the previous piece's output (None for the first) and the
     microbatch to the next piece's input, (B, S, C); the last one's output is the sum of the tokens' losses.
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         return self._logits(x_BSC[0, -1])
 
     def pieces(self) -> list[Piece]:
-        """Return the segments in order; one after the other, they compute `loss_sum`."""
+        """Return the blocks in order; one after the other, they compute `loss_sum`."""
         pieces = [Piece("embed", (self.model.embed_tokens,), self._embed, is_lookup=True)]
         for index, layer in enumerate(self.model.layers):
             pieces.append(Piece(f"layer.{index}", (layer,), partial(self._layer, layer)))

@@ -151,8 +151,8 @@ class Program:
         ranks: what each pipeline rank does, in order.
         rank_of_segment: the pipeline rank that holds each segment.
         microbatches: how many microbatches pass through the segments.
-        users: for each unit of parameters, the segments that compute with it, first use first: neighbours
-            whose parameters were joined, and for the unit of a tied embedding also the last segment.
+        users: for each unit of parameters, the segments that compute with it, first use first: its own, and
+            for an embedding that the head is tied to also the last.
         frozen: the units that are not trained.
         lookups: the segments whose backward does not read their weights: an embedding.
         replicated: the units whose pieces more ranks hold than those of the fsdp axis.
