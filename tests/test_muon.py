@@ -20,7 +20,7 @@ from fourfold.traffic import Event
 from fourfold.training import Trainer
 from tests.ranks import RankPool
 
-TINY = ModelSpec.preset("tiny")
+TINY = ModelSpec.preset("tiny").replace({"num_hidden_layers": 2})
 STEPS, ROWS, LENGTH = 3, 12, 16
 RATE = 1e-2
 
@@ -33,7 +33,7 @@ LAYOUTS = [
 def run_spec(layout: str, **sections: dict[str, Any]) -> RunSpec:
     values: dict[str, Any] = {
         "layout": layout,
-        "model": {"preset": "tiny"},
+        "model": {"preset": "tiny", "num_hidden_layers": TINY.num_hidden_layers},
         "data": {"sequence_length": LENGTH},
         "training": {"steps": STEPS, "batch": ROWS},
         "sharding": {},

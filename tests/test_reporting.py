@@ -11,8 +11,6 @@ from rich.console import Console
 
 from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
-from fourfold.program import Span
-from fourfold.program.actions import Action, Kind
 from fourfold.reporting import Reporter, check_loggers, clock_time, json_text
 from fourfold.specs import RunSpec
 from fourfold.training import EvaluationReport, StepReport
@@ -128,15 +126,6 @@ def test_a_terminal_has_one_live_line_and_keeps_its_cursor(tmp_path: Path):
     assert text.count("step 10/10") >= 1
     assert text.count("\n") <= 2, "the line is drawn over itself"
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-
-
-def test_the_spans_of_the_traced_step_are_kept(tmp_path: Path):
-    spans = (Span(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0),)
-    with reporter(tmp_path) as report:
-        report(step(1))
-        report(step(2, spans=spans))
-        report(step(3))
-    assert report.spans == (2, spans)
 
 
 def test_a_full_disk_stops_the_run(tmp_path: Path):
