@@ -250,6 +250,11 @@ class Executor:
             tensor = state.outputs.pop((action.segment, action.microbatch))
         else:
             tensor = state.gradients.pop((action.segment - 1, action.microbatch))
+        program = state.messages.program
+        on_edge = [
+            s for s in state.sends if s.kind is action.kind and program.peer(s) == program.peer(action)
+        ]
+        self._finish_sends(state, on_edge[: -len(program.ranks)])  # [Note: sent and gone]
         state.sends[action] = state.messages.transport.send(action, tensor)
 
     def _receive(self, state: _Step, action: Action) -> None:
@@ -272,7 +277,8 @@ class Executor:
 
     def _finish_sends(self, state: _Step, sends: Sequence[Action]) -> None:
         for send in sends:
-            state.sends.pop(send).wait()
+            if (pending := state.sends.pop(send, None)) is not None:
+                pending.wait()
 
     def _wait_for_weights(self, state: _Step, segment: int) -> None:
         for index in self._program.units_of_segment[segment]:

@@ -120,8 +120,12 @@ class Mesh:
         found = {}
         columns = _members(self.layout, ("pp",))
         for sender, receiver, kind in sorted(pairs):
-            members = tuple((ranks[sender], ranks[receiver]) for ranks in columns)
-            group = self._make_groups(members, kind)
+            # A process group counts its ranks in the order of their numbers, however they are given.
+            members = tuple(
+                (min(ranks[sender], ranks[receiver]), max(ranks[sender], ranks[receiver]))
+                for ranks in columns
+            )
+            group = self._make_groups(members, f"{kind} from {sender} to {receiver}")
             mine = next((ranks for ranks in members if self.rank in ranks), None)
             if mine is not None:
                 found[sender, receiver, kind] = Axis("pp", 2, mine.index(self.rank), mine, group)

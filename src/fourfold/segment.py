@@ -64,8 +64,10 @@ class Segment:
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: add the weight gradients that `input_gradient` kept."""
-        for add in self._deferred.pop(microbatch):
-            add()
+        queue = self._deferred.pop(microbatch)
+        queue.reverse()  # the order stays; what an addition needed goes with it
+        while queue:
+            queue.pop()()
 
     def evaluate(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Compute the output and keep nothing."""

@@ -149,7 +149,7 @@ def test_more_stages_than_layers():
     """PP-05: never fewer layers than asked for, without a word."""
     assert problems("pp2:interleaved3") == [
         "pp=2 with 3 stages each (interleaved3) makes 6 stages, which is more than num_hidden_layers=4 "
-        "(Layer axis): use pp=1 or less"
+        "(Layer axis): use pp2:1f1b, with one stage a rank"
     ]
     assert problems("pp3:zbv") == [
         "pp=3 with 2 stages each (zbv) makes 6 stages, which is more than num_hidden_layers=4 "
@@ -157,7 +157,7 @@ def test_more_stages_than_layers():
     ]
     assert problems("pp2:bfs5") == [
         "pp=2 with 5 stages each (bfs5) makes 10 stages, which is more than num_hidden_layers=4 "
-        "(Layer axis): use pp:1f1b, which has one stage a rank"
+        "(Layer axis): use pp2:1f1b, with one stage a rank"
     ]
     three = TINY.replace({"num_hidden_layers": 3})
     assert problems("pp4", model=three) == [

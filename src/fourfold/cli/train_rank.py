@@ -170,6 +170,8 @@ def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> di
     del values["data.source"], values["data.tokenizer"]
     values |= {f"model.{name}": value for name, value in model_spec.model_dump(mode="json").items()}
     values["the content of data.tokenizer"] = tokenizer.fingerprint
+    if run.layout.schedule.is_file:
+        values["the content of the schedule in layout"] = Path(run.layout.schedule.name).read_text()
     if PYTHON_STDLIB in run.data.source:
         values["version of Python, whose standard library is data.source"] = python_version()
     return values

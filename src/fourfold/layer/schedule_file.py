@@ -53,6 +53,7 @@ def read_schedule(path: str | Path, *, ranks: int | None = None, microbatches: i
         raise UserError(f"cannot read the schedule {path}: {reason}") from error
     try:
         schedule = _from_json(text) if path.suffix == ".json" else _from_csv(text)
+        _check_size(schedule)
         check(schedule)
     except UserError as error:
         raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
@@ -87,9 +88,13 @@ def _placement(holder: dict[int, int]) -> tuple[int, ...]:
     """The rank of each stage, from those that some rank acts on."""
     if not holder:
         raise UserError("there are no actions in it")
+    if max(holder) > 2 * len(holder) + 10:  # a slip of the pen, not a list of what is missing
+        raise UserError(f"nothing is done on most stages below {max(holder)}: stages are counted from 0")
     missing = sorted(set(range(max(holder) + 1)) - set(holder))
     if missing:
-        stages = ", ".join(map(str, missing))
+        stages = ", ".join(map(str, missing[:5])) + (
+            f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        )
         raise UserError(f"nothing is done on stage {stages}: stages are counted from 0, without gaps")
     return tuple(holder[stage] for stage in range(len(holder)))
 
@@ -149,3 +154,13 @@ def _actions(rows: list[list[str]]) -> list[list[Action]]:
     if problems:
         raise UserError(*problems)
     return orders
+
+
+def _check_size(schedule: Program) -> None:
+    """Refuse a number of microbatches that cannot be meant, before every one of them is missed."""
+    forwards = sum(len(actions) for actions in schedule.ranks)
+    if schedule.num_segments * schedule.microbatches > forwards:
+        raise UserError(
+            f"{schedule.num_segments} stages and {schedule.microbatches} microbatches, counted from 0, need "
+            f"a forward each and a backward, and there are {forwards} actions in all"
+        )

@@ -104,6 +104,9 @@ def arrived(program: Program, rank: int) -> dict[Action, tuple[Action, ...]]:
 
     [Note: sent and gone] What was sent must be kept until it has arrived, and waiting for that could hold a
     rank up. But a message that comes back tells: whatever its sender had computed with before, has arrived.
+    Where nothing comes back for long (the forwards of GPipe, an evaluation), no more sends are under way on
+    an edge than there are pipeline ranks and one: then the oldest is waited for, which cannot end in a circle
+    by [Note: messages in order].
     """
     found: dict[Action, tuple[Action, ...]] = {}
     for peer, actions in enumerate(program.ranks):

@@ -20,6 +20,7 @@ class Transport:
     """
 
     def __init__(self, mesh: Mesh, program: Program):
+        assert program.microbatches <= _MOST_MICROBATCHES
         self._program = program
         self._pp = mesh.pp
         pairs = {

@@ -46,7 +46,8 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
 
 
 def _places(program: Program) -> list[str]:
-    problems = []
+    empty = sorted(set(range(len(program.ranks))) - set(program.rank_of_segment))
+    problems = [f"rank {rank} holds no segment: each rank must hold at least one" for rank in empty]
     for rank, action in program.actions():
         if action.kind in COMPUTE or action.kind in TRANSFERS:
             if action.segment >= program.num_segments:

@@ -149,7 +149,7 @@ def picture(
         path: the file to write.
         title: says what it is and whether it is measured.
         names: the label of an action, shown where it fits.
-        unit: ``ms`` for times in seconds, or ``forwards`` for simulated units.
+        unit: ``ms`` for times in seconds, or what a simulated time is counted in, as ``forwards``.
         shaded: of a schedule: the later stages of a rank are lighter, and where a label does not fit, the
             number of the microbatch stands alone.
     """
@@ -184,7 +184,7 @@ def picture(
     axes.set_yticks(middles, [_lane_name(key, lanes) for key in lanes])
     axes.set_ylim(top, 0)
     axes.set_xlim(0, total or 1)
-    axes.set_xlabel("milliseconds since the step began" if unit == "ms" else "time in forwards")
+    axes.set_xlabel("milliseconds since the step began" if unit == "ms" else f"time in {unit}")
     _draw_frame(figure, axes, timeline, title)
     figure.savefig(path)
 

@@ -148,7 +148,12 @@ class Layout:
         stages = self.pp * stages_per_rank
         most = layers // stages_per_rank
         each = f" with {stages_per_rank} stages each ({self.schedule}) makes {stages} stages, which"
-        fewer = f"use pp={most} or less" if most else "use pp:1f1b, which has one stage a rank"
+        fewer = (
+            f"use pp={most} or less"
+            if most > 1
+            else f"use pp{min(self.pp, layers)}:1f1b, with one stage a rank"
+        )
+        fewer = f"use pp={most} or less" if stages_per_rank == 1 else fewer
         return (
             f"pp={self.pp}{each if stages_per_rank > 1 else ''} is more than num_hidden_layers={layers} "
             f"(Layer axis): {fewer}"
