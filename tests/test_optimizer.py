@@ -290,7 +290,7 @@ def test_matrices_are_found_by_name_and_must_be_whole() -> None:
     assert all(p.grad is not None for p in (*owned.matrices, *owned.plain))
     part = unit_of(Small(), how="flat", placement=PLACEMENTS[None], shards=seen_from(0, 3))
     with pytest.raises(
-        UserError, match=r"a rank owns a part of linear\.weight .*: use sharding\.pieces = 'blocks' or 'matrices'"
+        UserError, match=r"a part of linear\.weight .*: use sharding\.pieces = 'blocks' or 'mat"
     ):
         owned_parameters([part], matrices=frozenset({"linear.weight"}))
 
