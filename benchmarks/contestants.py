@@ -121,7 +121,7 @@ class DeepSpeedZero3(Plain):
     """DeepSpeed's ZeRO-3 around the same module as FSDP2's, on its CPU accelerator over gloo."""
 
     def __init__(self, workload: Workload, rank: int, ranks: int):
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
         import deepspeed  # not a dependency: whoever has it sees its row
 
         super().__init__(workload, rank, ranks)
