@@ -137,7 +137,7 @@ def waiting_in(program: Program, collective: Action) -> list[Action]:
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 receive = program.message_needed(action) if action.kind in COMPUTE else None
-                if receive is not None and program.sender(receive) not in sent:
+                if receive is not None and receive.other_end not in sent:
                     break
                 if action == collective:
                     come.add(rank)

@@ -41,7 +41,7 @@ def test_a_message_is_used_after_what_makes_it(ranks: RankPool) -> None:
     for rank, action in program.actions():
         receive = program.message_needed(action) if action.kind in COMPUTE else None
         if receive is not None:
-            maker = program.maker(program.sender(receive))
+            maker = program.maker(receive.other_end)
             assert program.rank_of_segment[maker.segment] != rank
             assert ends[maker] <= starts[action]
             crossings += 1

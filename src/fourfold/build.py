@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
@@ -83,21 +83,14 @@ def evaluation(training: Program, *, microbatches: int, sharding: Sharding) -> P
     As many microbatches as there are pipeline ranks go through one stage before the next one. The order is
     part of one order of all ranks, so no rank can wait for another in a circle.
     """
-    stages = _stages(training.rank_of_segment)
     together = len(training.ranks)
     ranks: list[list[Action]] = [[] for _ in training.ranks]
     for first in range(0, microbatches, together):
-        for stage in stages:
+        for stage in training.stages:
             for m in range(first, min(first + together, microbatches)):
                 ranks[training.rank_of_segment[stage[0]]] += [Action(Kind.FORWARD, s, m) for s in stage]
     program = replace(training, ranks=tuple(map(tuple, ranks)), microbatches=microbatches)
     return with_transfers(with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep))
-
-
-def _stages(rank_of_segment: Sequence[int]) -> list[range]:
-    """The segments of each stage: neighbours on one rank."""
-    starts = [0, *(s for s in range(1, len(rank_of_segment)) if rank_of_segment[s] != rank_of_segment[s - 1])]
-    return [range(*pair) for pair in pairwise([*starts, len(rank_of_segment)])]
 
 
 def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:

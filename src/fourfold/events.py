@@ -57,5 +57,4 @@ def step_events(
 
 def _replicas(program: Program, unit: int, layout: Layout) -> str:
     """The name of the axis of the ranks that hold the same piece of a unit."""
-    holders = {program.rank_of_segment[segment] for segment in program.users[unit]}
-    return layout.axis_name(*(("pp",) if len(holders) > 1 else ()), "dp", "cp")
+    return layout.axis_name(*(("pp",) if len(program.holders(unit)) > 1 else ()), "dp", "cp")

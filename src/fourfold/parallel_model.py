@@ -16,7 +16,7 @@ from fourfold.collectives import broadcast_
 from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.flops import forward_flops
-from fourfold.layer.schedules import schedule
+from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder, Microbatch, Piece, join
@@ -97,9 +97,7 @@ class ParallelModel:
 
         The weights must be there: see `gather_`. All pipeline ranks call it.
         """
-        program = self._forwards(1)
-        kept = tuple(tuple(a for a in actions if a.kind in COMPUTE | TRANSFERS) for actions in program.ranks)
-        found = self.executor.forward(replace(program, ranks=kept), [batch], head=self._last_logits)
+        found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
         like = self.units[0].weights
         logits = found[0] if found else like.new_empty(self.model.spec.vocab_size)
         return broadcast_(logits, self.mesh.pp, source=self.program.rank_of_segment[-1])
@@ -112,7 +110,23 @@ class ParallelModel:
         return self.model.last_logits(x_BSC)
 
     def _forwards(self, microbatches: int) -> Program:
-        return evaluation(self.program, microbatches=microbatches, sharding=self.sharding)
+        if microbatches not in self._evaluations:
+            self._evaluations[microbatches] = evaluation(
+                self.program, microbatches=microbatches, sharding=self.sharding
+            )
+        return self._evaluations[microbatches]
+
+    @cached_property
+    def _evaluations(self) -> dict[int, Program]:
+        """By number of microbatches, made when they are first needed."""
+        return {}
+
+    @cached_property
+    def _one_forward(self) -> Program:
+        """Of one microbatch, on weights that are there already."""
+        program = self._forwards(1)
+        kept = tuple(tuple(a for a in actions if a.kind in COMPUTE | TRANSFERS) for actions in program.ranks)
+        return replace(program, ranks=kept)
 
     @cached_property
     def block_matrices(self) -> frozenset[str]:
@@ -261,12 +275,7 @@ def _stages(
 ) -> _Stages:
     """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments."""
     blocks = model.pieces()
-    order = schedule(
-        mesh.layout.schedule,
-        ranks=mesh.pp.size,
-        microbatches=microbatches,
-        most_stages=max(len(blocks) - 2, 1),
-    )
+    order = schedule_of(mesh.layout, microbatches=microbatches, layers=max(len(blocks) - 2, 1))
     counts = [len(blocks)]
     if order.num_segments > 1:
         counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)

@@ -86,7 +86,7 @@ def test_every_schedule_has_its_messages_in_order_and_ahead(seed: int) -> None:
                     assert actions[index - 1] == program.maker(action)
                     sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
                 elif action.kind in RECEIVES:
-                    send, use = program.sender(action), use_of(program, action)
+                    send, use = action.other_end, use_of(program, action)
                     received.setdefault((program.peer(action), rank, send.kind), []).append(send)
                     between = [a for a in actions[index : place[use]] if a.kind in COMPUTE]
                     assert between or use == first, f"{name} {ranks} {microbatches}: {action} for {use}"
@@ -102,7 +102,7 @@ def happens_before(program: Program) -> dict[Action, set[Action]]:
             follows[after] = [before] if before else []
     for _, action in program.actions():
         if action.kind in RECEIVES:
-            follows[use_of(program, action)].append(program.maker(program.sender(action)))
+            follows[use_of(program, action)].append(program.maker(action.other_end))
     past: dict[Action, set[Action]] = {}
 
     def visit(action: Action) -> set[Action]:
@@ -131,13 +131,13 @@ def test_what_has_arrived_has_arrived() -> None:
                     open_sends.add(action)
                 elif action.kind in COMPUTE:
                     for send in found.get(action, ()):
-                        assert use_of(program, program.receiver(send)) in past[action]
+                        assert use_of(program, send.other_end) in past[action]
                         open_sends.remove(send)
             answered = []
             for send in (action for action in actions if action.kind in SENDS):
                 peer = program.peer(send)
                 theirs = program.ranks[peer]
-                later = theirs[theirs.index(use_of(program, program.receiver(send))) :]
+                later = theirs[theirs.index(use_of(program, send.other_end)) :]
                 if any(a.kind in SENDS and program.peer(a) == rank for a in later):
                     answered.append(send)
             assert sorted(map(str, listed)) == sorted(map(str, answered)), f"{name} {ranks} {microbatches}"

@@ -32,7 +32,7 @@ def values_received(name: str, layout: str) -> list[tuple[str, float]]:
     found = [(action, float(pending.wait())) for action, pending in receives]
     for pending in sends:
         pending.wait()
-    assert all(value == numbers[program.sender(action)] for action, value in found)
+    assert all(value == numbers[action.other_end] for action, value in found)
     return [(str(action), value) for action, value in found]
 
 

@@ -16,7 +16,6 @@ ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 from fourfold.program.actions import COMPUTE, Action, Kind, Program
 
@@ -69,7 +68,7 @@ def _passes(program: Program, actions: Sequence[Action]) -> dict[int, int] | Non
 
     None where a stage's microbatches do not all come together: then there is nothing to gain from passes.
     """
-    stage_of = list(accumulate((a != b for a, b in pairwise(program.rank_of_segment)), initial=0))
+    stage_of = {segment: number for number, stage in enumerate(program.stages) for segment in stage}
     number: dict[int, int] = {}
     order: list[tuple[int, bool]] = []
     for index, action in enumerate(actions):

@@ -82,7 +82,7 @@ def _with_sums(program: Program, rank: int, actions: Sequence[Action], turns: in
         for turn, group in enumerate(_grouped(contributions, turns)):
             end = max(position[action] for action in group)
             after.setdefault(end, []).append(Action(Kind.REDUCE, unit, turn if turns > 1 else None))
-    shared = {unit for unit in range(len(program.users)) if _holders(program, unit) > 1}
+    shared = {unit for unit in range(len(program.users)) if len(program.holders(unit)) > 1}
     written: list[Action] = []
     last: list[Action] = []
     waiting: Action | None = None
@@ -102,11 +102,6 @@ def _with_sums(program: Program, rank: int, actions: Sequence[Action], turns: in
                 waiting = Action(Kind.ALL_REDUCE, collective.unit)
     last.sort(key=lambda action: action.unit)
     return (*written, *([waiting] if waiting else []), *last, Action(Kind.UPDATE))
-
-
-def _holders(program: Program, unit: int) -> int:
-    """On how many pipeline ranks segments use a unit."""
-    return len({program.rank_of_segment[segment] for segment in program.users[unit]})
 
 
 def _contributions(program: Program, unit: int, actions: Sequence[Action]) -> list[Action]:

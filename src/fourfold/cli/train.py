@@ -19,7 +19,7 @@ def train(
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
-    from fourfold.layer.schedules import schedule
+    from fourfold.layer.schedules import schedule_of
     from fourfold.reporting import check_loggers
     from fourfold.specs import RunSpec
 
@@ -30,12 +30,7 @@ def train(
     run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
     model = run.model.spec(tokenizer.vocab_size)
     model.to_config()  # the checkpoint needs it in the end
-    schedule(
-        run.layout.schedule,
-        ranks=run.layout.pp,
-        microbatches=run.training.microbatches,
-        most_stages=model.num_hidden_layers,
-    )
+    schedule_of(run.layout, microbatches=run.training.microbatches, layers=model.num_hidden_layers)
     check_loggers(run)
     folder = None
     if job is None:

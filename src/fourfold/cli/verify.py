@@ -76,7 +76,7 @@ def run_trial(trial: Trial) -> "Verification | None":
     """Check the trial, run it on its ranks, and return the outcome; None on ranks but the first."""
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
-    from fourfold.layer.schedules import schedule
+    from fourfold.layer.schedules import schedule_of
 
     job = joined_job()
     trial.layout.validate(
@@ -86,12 +86,7 @@ def run_trial(trial: Trial) -> "Verification | None":
         sequence_length=trial.sequence_length,
         world_size=job.world_size if job else None,
     )
-    schedule(
-        trial.layout.schedule,
-        ranks=trial.layout.pp,
-        microbatches=trial.microbatches,
-        most_stages=trial.model.num_hidden_layers,
-    )
+    schedule_of(trial.layout, microbatches=trial.microbatches, layers=trial.model.num_hidden_layers)
     if job is None:
         device_type(trial.layout.world_size)
         check_local_ranks(trial.layout.world_size)

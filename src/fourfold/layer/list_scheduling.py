@@ -108,14 +108,8 @@ class _Ranks:
         self, placement: tuple[int, ...], microbatches: int, most_in_flight: int, times: Times, rule: Rule
     ):
         ranks, stages = max(placement) + 1, len(placement)
-        share = ranks / stages
         self.placement, self.microbatches, self.rule = placement, microbatches, rule
-        self.lasts = {
-            Kind.FORWARD: times.forward * share,
-            Kind.BACKWARD: (times.input_gradient + times.weight_gradient) * share,
-            Kind.INPUT_GRADIENT: times.input_gradient * share,
-            Kind.WEIGHT_GRADIENT: times.weight_gradient * share,
-        }
+        self.lasts = times.by_kind(ranks / stages)
         self.send = times.send
         of_one = self.lasts[Kind.FORWARD] + self.lasts[Kind.BACKWARD]
         self.work = [of_one * microbatches * placement.count(rank) for rank in range(ranks)]

@@ -158,9 +158,9 @@ def _actions(rows: list[list[str]]) -> list[list[Action]]:
 
 def _check_size(schedule: Program) -> None:
     """Refuse a number of microbatches that cannot be meant, before every one of them is missed."""
-    forwards = sum(len(actions) for actions in schedule.ranks)
-    if schedule.num_segments * schedule.microbatches > forwards:
+    actions = sum(len(of_rank) for of_rank in schedule.ranks)
+    if schedule.num_segments * schedule.microbatches > actions:
         raise UserError(
             f"{schedule.num_segments} stages and {schedule.microbatches} microbatches, counted from 0, need "
-            f"a forward each and a backward, and there are {forwards} actions in all"
+            f"a forward each and a backward, and there are {actions} actions in all"
         )

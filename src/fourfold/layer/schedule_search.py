@@ -105,8 +105,8 @@ def step_seconds(schedule: Program, times: Times) -> float:
     A search asks this many times; it knows only compute and messages.
     """
     of_rank = schedule.rank_of_segment
-    durations, last = times.of(schedule), schedule.num_segments - 1
-    lasts = {action.kind: durations(action) for _, action in schedule.actions()}
+    last = schedule.num_segments - 1
+    lasts = times.by_kind(len(schedule.ranks) / schedule.num_segments)
     arrived: dict[tuple[bool, int, int], float] = {}  # (is a gradient, stage, microbatch) that it arrives for
     edge_free: dict[tuple[int, int, bool], float] = {}
     position, free = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)

@@ -22,6 +22,7 @@ from fourfold.layer.schedule_file import read_schedule
 from fourfold.layer.schedule_search import MOST_CHUNKS, quickest
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.clock import Times
+from fourfold.specs.layout import Layout
 from fourfold.specs.schedule_name import ScheduleName
 
 
@@ -79,6 +80,11 @@ def schedule(
             f"but there are layers for {most_stages}"
         )
     return program
+
+
+def schedule_of(layout: Layout, *, microbatches: int, layers: int) -> Program:
+    """Return the schedule of a layout for a model of so many layers, or raise as `schedule` does."""
+    return schedule(layout.schedule, ranks=layout.pp, microbatches=microbatches, most_stages=layers)
 
 
 def named_schedules(*, ranks: int, microbatches: int, depth: int | None = None) -> dict[str, Program]:

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fourfold.program.actions import COMPUTE, SENDS, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, SENDS, STARTS_FROM, Action, Kind, Program
 from fourfold.program.clock import Span, clock
 
 
@@ -35,23 +35,27 @@ def _with_sends(program: Program, actions: Sequence[Action]) -> tuple[Action, ..
     written: list[Action] = []
     for action in actions:
         written.append(action)
-        if (send := _send_after(program, action)) is not None:
+        if (send := _crossing(program, action, _ENDS_IN)) is not None:
             written.append(send)
     return tuple(written)
 
 
-def _send_after(program: Program, action: Action) -> Action | None:
-    """The SEND of what an action computed, None where it stays on the rank."""
-    if action.kind is Kind.FORWARD:
-        kind, following = Kind.SEND_ACTIVATION, action.segment + 1
-    elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        kind, following = Kind.SEND_GRADIENT, action.segment - 1
-    else:
+_ENDS_IN = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.INPUT_GRADIENT: Kind.SEND_GRADIENT,
+}
+"""The kind of message that a compute action's result may be sent as."""
+
+
+def _crossing(program: Program, action: Action, kinds: Mapping[Kind, Kind]) -> Action | None:
+    """The message of one of ``kinds`` at a compute action, None where no other rank is at its other end."""
+    if action.kind not in kinds:
         return None
-    if not 0 <= following < program.num_segments:
-        return None
-    here, there = program.rank_of_segment[action.segment], program.rank_of_segment[following]
-    return None if here == there else Action(kind, action.segment, action.microbatch)
+    transfer = Action(kinds[action.kind], action.segment, action.microbatch)
+    exists = 0 <= transfer.other_end.segment < program.num_segments
+    here = program.rank_of_segment[action.segment]
+    return transfer if exists and program.peer(transfer) != here else None
 
 
 def _with_receives(
@@ -63,15 +67,15 @@ def _with_receives(
     place: dict[Action, int] = {}  # of each RECV: the index that it stands before
     for order, index in enumerate(compute):
         action = actions[index]
-        if (receive := _receive_before(program, action)) is not None:
-            sent = spans[program.maker(program.sender(receive))].end_seconds
+        if (receive := _crossing(program, action, STARTS_FROM)) is not None:
+            sent = spans[program.maker(receive.other_end)].end_seconds
             running = bisect_left(starts, sent) - 1  # the last that starts before that
             place[receive] = compute[max(min(order - 1, running), 0)]
     by_edge: dict[tuple[int, Kind], list[Action]] = {}
     for sender, others in enumerate(sends):
         for action in others:
             if action.kind in SENDS and program.peer(action) == rank:
-                by_edge.setdefault((sender, action.kind), []).append(program.receiver(action))
+                by_edge.setdefault((sender, action.kind), []).append(action.other_end)
     for messages in by_edge.values():  # see [Note: messages in order]
         for earlier, later in zip(messages[-2::-1], messages[:0:-1], strict=True):
             place[earlier] = min(place[earlier], place[later])
@@ -82,21 +86,6 @@ def _with_receives(
     return tuple(
         written for index, action in enumerate(actions) for written in (*before.get(index, ()), action)
     )
-
-
-def _receive_before(program: Program, action: Action) -> Action | None:
-    """The RECV of what an action starts from, None where that is made on the rank."""
-    if action.kind is Kind.FORWARD:
-        receive = Action(Kind.RECV_ACTIVATION, action.segment, action.microbatch)
-    elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        receive = Action(Kind.RECV_GRADIENT, action.segment, action.microbatch)
-    else:
-        return None
-    source = program.sender(receive).segment
-    if not 0 <= source < program.num_segments:
-        return None
-    here, there = program.rank_of_segment[action.segment], program.rank_of_segment[source]
-    return None if here == there else receive
 
 
 def arrived(program: Program, rank: int) -> dict[Action, tuple[Action, ...]]:
@@ -114,18 +103,9 @@ def arrived(program: Program, rank: int) -> dict[Action, tuple[Action, ...]]:
         for action in actions if peer != rank else ():
             receive = program.message_needed(action) if action.kind in COMPUTE else None
             if receive is not None and program.peer(receive) == rank:
-                consumed.append(program.sender(receive))
+                consumed.append(receive.other_end)
             elif action.kind in SENDS and program.peer(action) == rank:
-                use = _use(program, program.receiver(action))
+                use = program.user(action.other_end)
                 found[use] = (*found.get(use, ()), *consumed)
                 consumed = []
     return found
-
-
-def _use(program: Program, receive: Action) -> Action:
-    """The compute action that needs a message."""
-    if receive.kind is Kind.RECV_ACTIVATION:
-        return Action(Kind.FORWARD, receive.segment, receive.microbatch)
-    split = (receive.segment, receive.microbatch) in program.split_backwards
-    kind = Kind.INPUT_GRADIENT if split else Kind.BACKWARD
-    return Action(kind, receive.segment, receive.microbatch)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from fourfold.collectives import Pending, recv_, send
-from fourfold.mesh import Mesh
+from fourfold.mesh import Axis, Mesh
 from fourfold.program.actions import SENDS, Action, Kind, Program
 
 
@@ -32,17 +32,20 @@ class Transport:
 
     def send(self, action: Action, tensor: Tensor) -> Pending:
         """Start to send ``tensor``; it must stay as it is until the end has been waited for."""
-        axis = self._edges[self._pp.rank, self._program.peer(action), action.kind.value]
-        tag = self._number(action)
-        there = axis.ranks.index(self._pp.ranks[self._program.peer(action)])
-        return send(tensor, axis, destination=there, tag=tag, blocking=False)
+        axis, there = self._edge(action, self._pp.rank, self._program.peer(action))
+        return send(tensor, axis, destination=there, tag=self._number(action), blocking=False)
 
     def receive(self, action: Action, buffer: Tensor) -> Pending:
         """Start to receive into ``buffer``."""
-        message = self._program.sender(action)
-        axis = self._edges[self._program.peer(action), self._pp.rank, message.kind.value]
-        there = axis.ranks.index(self._pp.ranks[self._program.peer(action)])
+        message = action.other_end
+        axis, there = self._edge(message, self._program.peer(action), self._pp.rank)
         return recv_(buffer, axis, source=there, tag=self._number(message), blocking=False)
+
+    def _edge(self, message: Action, sender: int, receiver: int) -> tuple[Axis, int]:
+        """What a SEND's message travels on, and the rank of the other end there."""
+        axis = self._edges[sender, receiver, message.kind.value]
+        other = receiver if sender == self._pp.rank else sender
+        return axis, axis.ranks.index(self._pp.ranks[other])
 
     def _number(self, message: Action) -> int:
         """The number of a SEND among all of a step."""

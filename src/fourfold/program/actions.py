@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
 from fourfold.errors import UserError, choices
 from fourfold.specs.placement import REPLICATED, Placement
@@ -106,6 +107,12 @@ class Action:
         assert self.place is not None
         return self.place
 
+    @property
+    def other_end(self) -> "Action":
+        """Of a SEND the RECV that gets its message; of a RECV the SEND."""
+        kind, step = _OTHER_END[self.kind]
+        return Action(kind, self.segment + step, self.microbatch)
+
     def __str__(self) -> str:
         place = "" if self.place is None else self.place
         turn = "" if self.turn is None else self.turn
@@ -137,8 +144,20 @@ def _written(kind: Kind) -> list[tuple[bool, bool]]:
     return [(kind is Kind.ALL_REDUCE, False)]
 
 
-_SEND_OF = {Kind.RECV_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT: Kind.SEND_GRADIENT}
-_RECV_OF = {send: receive for receive, send in _SEND_OF.items()}
+_OTHER_END = {
+    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, 1),
+    Kind.RECV_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, -1),
+    Kind.RECV_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
+"""Of a message: the kind of its other end, and how many segments further that is."""
+
+STARTS_FROM = {
+    Kind.FORWARD: Kind.RECV_ACTIVATION,
+    Kind.BACKWARD: Kind.RECV_GRADIENT,
+    Kind.INPUT_GRADIENT: Kind.RECV_GRADIENT,
+}
+"""The kind of message that a compute action may start from."""
 
 _EXAMPLES = {kind: f"{'2' * place}{kind}{'0' * turn}" for kind in Kind for place, turn in _written(kind)[:1]}
 
@@ -181,11 +200,7 @@ class Program:
 
     def units_on(self, rank: int) -> tuple[int, ...]:
         """The units that segments of ``rank`` use."""
-        return tuple(
-            unit
-            for unit, users in enumerate(self.users)
-            if any(self.rank_of_segment[s] == rank for s in users)
-        )
+        return tuple(unit for unit in range(len(self.users)) if rank in self.holders(unit))
 
     def trained_on(self, rank: int) -> tuple[int, ...]:
         """The units whose gradients ``rank`` contributes to."""
@@ -205,33 +220,40 @@ class Program:
             return action.segment not in self.lookups
         return action.kind is Kind.FORWARD
 
-    def sender(self, receive: Action) -> Action:
-        """The SEND that a RECV gets its message from."""
-        step = -1 if receive.kind is Kind.RECV_ACTIVATION else 1
-        return Action(_SEND_OF[receive.kind], receive.segment + step, receive.microbatch)
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The segments of each pipeline stage: neighbours on one rank."""
+        ranks = self.rank_of_segment
+        starts = [0, *(segment for segment in range(1, len(ranks)) if ranks[segment] != ranks[segment - 1])]
+        return tuple(range(*pair) for pair in pairwise([*starts, len(ranks)]))
 
-    def receiver(self, send: Action) -> Action:
-        """The RECV that gets the message of a SEND."""
-        step = 1 if send.kind is Kind.SEND_ACTIVATION else -1
-        return Action(_RECV_OF[send.kind], send.segment + step, send.microbatch)
+    def holders(self, unit: int) -> frozenset[int]:
+        """The pipeline ranks whose segments use a unit."""
+        return frozenset(self.rank_of_segment[segment] for segment in self.users[unit])
 
     def peer(self, transfer: Action) -> int:
         """The pipeline rank at the other end of a SEND or RECV."""
-        other = self.receiver(transfer) if transfer.kind in SENDS else self.sender(transfer)
-        return self.rank_of_segment[other.segment]
+        return self.rank_of_segment[transfer.other_end.segment]
 
     def maker(self, send: Action) -> Action:
         """The compute action whose result a SEND sends."""
-        if send.kind is Kind.SEND_ACTIVATION:
-            return Action(Kind.FORWARD, send.segment, send.microbatch)
-        return self._input_gradient(send.segment, send.microbatch)
+        return self._computes(send, forward=send.kind is Kind.SEND_ACTIVATION)
+
+    def user(self, receive: Action) -> Action:
+        """The compute action that starts from the message of a RECV."""
+        return self._computes(receive, forward=receive.kind is Kind.RECV_ACTIVATION)
+
+    def _computes(self, transfer: Action, *, forward: bool) -> Action:
+        if forward:
+            return Action(Kind.FORWARD, transfer.segment, transfer.microbatch)
+        return self._input_gradient(transfer.segment, transfer.microbatch)
 
     def message_needed(self, action: Action) -> Action | None:
         """The RECV of what a compute action starts from, None where that is made on the same rank."""
-        kind = Kind.RECV_ACTIVATION if action.kind is Kind.FORWARD else Kind.RECV_GRADIENT
-        receive = Action(kind, action.segment, action.microbatch)
-        is_received = action.kind is not Kind.WEIGHT_GRADIENT and receive in self._receives
-        return receive if is_received else None
+        if action.kind not in STARTS_FROM:
+            return None
+        receive = Action(STARTS_FROM[action.kind], action.segment, action.microbatch)
+        return receive if receive in self._receives else None
 
     @cached_property
     def _receives(self) -> frozenset[Action]:
@@ -281,7 +303,7 @@ class Program:
         if action.kind is not Kind.FORWARD:
             needs.append(Action(Kind.FORWARD, segment, microbatch))
         if (receive := self.message_needed(action)) is not None:
-            needs += [receive, self.sender(receive)]
+            needs += [receive, receive.other_end]
         elif action.kind is Kind.FORWARD and segment > 0:
             needs.append(Action(Kind.FORWARD, segment - 1, microbatch))
         elif action.kind is not Kind.FORWARD and segment + 1 < self.num_segments:

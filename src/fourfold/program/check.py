@@ -96,7 +96,7 @@ def _messages(program: Program) -> list[str]:
         if program.rank_of_segment[segment] != program.rank_of_segment[segment + 1]:
             for m in range(program.microbatches):
                 sends = Action(Kind.SEND_ACTIVATION, segment, m), Action(Kind.SEND_GRADIENT, segment + 1, m)
-                expected.update(sends, map(program.receiver, sends))
+                expected.update(sends, (send.other_end for send in sends))
     problems += [
         f"{action} stands {counts[action]} times: must be {'once' if action in expected else 'left out'}"
         for action in sorted(expected | set(counts), key=str)
@@ -110,7 +110,7 @@ def _messages(program: Program) -> list[str]:
         if action.kind in SENDS:
             sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
         elif action.kind in RECEIVES:
-            send = program.sender(action)
+            send = action.other_end
             received.setdefault((program.peer(action), rank, send.kind), []).append(send)
     for edge, messages in sent.items():
         for first, second in zip(messages, received[edge], strict=True):
@@ -214,7 +214,7 @@ def _deadlocks(program: Program) -> list[str]:
             if span.rank == rank or span.action.kind in COMPUTE | TRANSFERS
         }
         needs = program.needs(rank, action)
-        needs += [program.receiver(action)] if action.kind in SENDS else []
+        needs += [action.other_end] if action.kind in SENDS else []
         missing = [need for need in needs if need not in done]
         waits = ", ".join(str(need) for need in missing[:4])
         problems.append(f"{action} on rank {rank} can never start: it waits for {waits}")

@@ -87,13 +87,17 @@ class Times:
 
     def of(self, schedule: Program) -> Callable[[Action], float]:
         """The duration of the actions of a schedule over stages."""
-        share = len(schedule.ranks) / schedule.num_segments
+        durations = self.by_kind(len(schedule.ranks) / schedule.num_segments)
+        return lambda action: durations[action.kind]
+
+    def by_kind(self, share: float) -> dict[Kind, float]:
+        """The duration of each kind of action on a stage that is so much of what a rank holds."""
         durations = dict.fromkeys(Kind, 0.0) | dict.fromkeys(SENDS, self.send)
         durations[Kind.FORWARD] = self.forward * share
         durations[Kind.BACKWARD] = (self.input_gradient + self.weight_gradient) * share
         durations[Kind.INPUT_GRADIENT] = self.input_gradient * share
         durations[Kind.WEIGHT_GRADIENT] = self.weight_gradient * share
-        return lambda action: durations[action.kind]
+        return durations
 
 
 def clock(
@@ -125,7 +129,7 @@ def clock(
                 action = actions[position[rank]]
                 needs = program.needs(rank, action)
                 if rendezvous and action.kind in SENDS:
-                    needs = [*needs, program.receiver(action)]
+                    needs = [*needs, action.other_end]
                 keys = [_key(rank, need) for need in needs]
                 waited_for[rank] = next((key for key in keys if key not in ends), None)
                 if waited_for[rank] is not None:

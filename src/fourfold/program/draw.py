@@ -267,10 +267,7 @@ def _draw_messages(axes: "Axes", timeline: Timeline, middles: Mapping[Lane, floa
     lines = []
     for span in timeline.spans:
         if span.action.kind in SENDS and span.end_seconds > span.start_seconds:
-            up = span.action.kind is Kind.SEND_ACTIVATION
-            kind, step = (Kind.RECV_ACTIVATION, 1) if up else (Kind.RECV_GRADIENT, -1)
-            receive = Action(kind, span.action.segment + step, span.action.microbatch)
-            receiver = receivers.get(receive, span.rank)  # a timeline may be of one rank only
+            receiver = receivers.get(span.action.other_end, span.rank)  # a timeline may be of one rank only
             if abs(receiver - span.rank) == 1:
                 lines.append((span, receiver))
     for span, receiver in lines if len(lines) <= _MOST_MESSAGES else ():
