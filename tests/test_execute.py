@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fourfold.batch.pieces import cut
 from fourfold.batch.reduction import with_reductions
-from fourfold.batch.units import Unit, parameter_sites
+from fourfold.batch.units import Unit
+from fourfold.models.parameters import parameter_sites
 from fourfold.build import Sharding, evaluation, expanded
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset

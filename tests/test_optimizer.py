@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fourfold.batch.pieces import cut
-from fourfold.batch.units import Unit, parameter_sites
+from fourfold.batch.units import Unit
+from fourfold.models.parameters import parameter_sites
 from fourfold.errors import UserError
 from fourfold.mesh import Axis, Mesh
 from fourfold.optimizer import Update, clip_, gradient_norm, optimizers, owned_parameters

@@ -30,7 +30,7 @@ def step_events(
             dtype that computation runs in.
     """
     shards = layout.axis_name("fsdp")
-    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", "fsdp")
+    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", "fsdp", "tp")
     dtype = next(iter(units.values())).weight_dtype
     events: list[Event] = []
     for action in program.ranks[rank]:
@@ -50,11 +50,12 @@ def step_events(
             events.append(Event("reduce_scatter", shards, unit.numel * unit.master_bytes, unit.master_dtype))
         elif kind in (Kind.REDUCE, Kind.ALL_REDUCE) and action.unit in program.replicated:
             unit = units[action.unit]
-            replicas = _replicas(program, action.unit, layout)
+            replicas = _replicas(program, action.unit, layout, over_tp=unit.over_tp)
             events.append(Event("all_reduce", replicas, unit.piece * unit.master_bytes, unit.master_dtype))
     return events
 
 
-def _replicas(program: Program, unit: int, layout: Layout) -> str:
-    """The name of the axis of the ranks that hold the same piece of a unit."""
-    return layout.axis_name(*(("pp",) if len(program.holders(unit)) > 1 else ()), "dp", "cp")
+def _replicas(program: Program, unit: int, layout: Layout, *, over_tp: bool) -> str:
+    """The name of the axis of the ranks that hold the same piece of a unit and add up its gradient."""
+    ends = ("pp",) if len(program.holders(unit)) > 1 else ()
+    return layout.axis_name(*ends, "dp", "cp", *(("tp",) if over_tp else ()))

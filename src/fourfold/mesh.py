@@ -92,20 +92,27 @@ class Mesh:
             self._axes[cut] = self._make_axis(cut)
         return self._axes[cut]
 
-    def holders(self, stages: Sequence[int], *names: str) -> Axis:
-        """Return the ranks of some pipeline stages' ranks that share a parameter, joined with other axes.
+    def sharing(self, *names: str, stages: Sequence[int] = (), copies: int = 1) -> Axis:
+        """Return the ranks that hold the same part of a parameter as this one, itself among them.
 
-        Like `joint` with pp among the names, but only ``stages`` of pp take part. For ranks outside of them
-        it is an axis of one. All ranks call it alike.
+        They differ from it on the axes ``names`` alone; also on pp, where both are among ``stages``; and on
+        tp, where both are in the same run of ``copies`` neighbours. All ranks call it alike; for those that
+        are not in ``stages`` it is an axis of one.
         """
-        if set(stages) == set(range(self.pp.size)):
-            return self.joint("pp", *names)
-        whole = _members(self.layout, ("pp", *(name for name in AXES if name in names)))
-        at = self._pipeline_ranks()
-        members = tuple(tuple(rank for rank in ranks if at[rank] in stages) for ranks in whole)
-        group = self._make_groups(members) if len(members[0]) > 1 else None
+        among = set(stages) if len(set(stages)) > 1 else set()
+        free = tuple(n for n in AXES if n in names or (n == "pp" and among) or (n == "tp" and copies > 1))
+        if among in (set(), set(range(self.pp.size))) and copies in (1, self.tp.size):
+            return self.joint(*free)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.layout.coordinates(rank)
+            if not among or at["pp"] in among:
+                key = [at[axis] for axis in AXES if axis not in free]
+                groups.setdefault((*key, at["tp"] // copies if copies > 1 else 0), []).append(rank)
+        members = tuple(map(tuple, groups.values()))
         mine = next((ranks for ranks in members if self.rank in ranks), (self.rank,))
-        name = self.layout.axis_name("pp", *names)
+        group = self._make_groups(members) if len(members[0]) > 1 else None
+        name = self.layout.axis_name(*free)
         return Axis(name, len(mine), mine.index(self.rank), mine, group if len(mine) > 1 else None)
 
     def edges(self, pairs: Sequence[tuple[int, int, str]]) -> dict[tuple[int, int, str], Axis]:
@@ -130,10 +137,6 @@ class Mesh:
             if mine is not None:
                 found[sender, receiver, kind] = Axis("pp", 2, mine.index(self.rank), mine, group)
         return found
-
-    def _pipeline_ranks(self) -> list[int]:
-        """The pipeline rank of every global rank."""
-        return [rank // (self.world_size // self.pp.size) for rank in range(self.world_size)]
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -1,18 +1,24 @@
 """The one place where the axes meet: a model, a mesh, and the program that trains the one on the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.batch.reduction import blocks_of_segments
-from fourfold.batch.unit_specs import UnitSpec, unit_specs
-from fourfold.batch.units import Unit, master_dtype, parameter_sites, parameter_users
+from fourfold.batch.unit_specs import Copies, UnitSpec, unit_specs
+from fourfold.batch.units import Unit, master_dtype
 from fourfold.build import Sharding, UnitUse, build, evaluation
-from fourfold.collectives import broadcast_
+from fourfold.channel.cuts import Cut
+from fourfold.channel.plans import decoder_plan
+from fourfold.channel.tensor_parallel import TensorParallel, tensor_parallel_
+from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from fourfold.collectives import all_gather, broadcast_
 from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.flops import forward_flops
@@ -20,6 +26,8 @@ from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder, Microbatch, Piece, join
+from fourfold.models.parameters import parameter_sites, parameter_users
+from fourfold.named_weights import NamedWeights
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
 from fourfold.segment import Segment
 from fourfold.specs import ShardingSection
@@ -43,6 +51,7 @@ class ParallelModel:
         program: what each pipeline rank does in a training step.
         sharding: how the units are spread on the Batch axis.
         executor: runs it.
+        tensor_parallel: how the modules are cut on the tp axis, None where it has one rank.
     """
 
     model: Decoder
@@ -54,6 +63,17 @@ class ParallelModel:
     program: Program
     sharding: Sharding
     executor: Executor
+    tensor_parallel: TensorParallel | None
+
+    @property
+    def weights(self) -> NamedWeights:
+        """The parameters by name, whole."""
+        return NamedWeights(self.mesh, self.unit_specs, self.units_by_number, self.cuts)
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """What the ranks of tp hold of each parameter; empty where tp is 1."""
+        return {} if self.tensor_parallel is None else self.tensor_parallel.cuts
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -62,17 +82,18 @@ class ParallelModel:
 
     @property
     def counted_units(self) -> Sequence[Unit]:
-        """The units that this rank counts in the gradient norm: a tied one is counted on its first rank."""
+        """The units that this rank counts in the gradient norm: of several holders the first one does."""
         return [
             unit
             for number, unit in self.units_by_number.items()
             if self.unit_specs[number].holders[0] == self.mesh.pp.rank
+            and self.mesh.tp.rank % self.unit_specs[number].copies.count == 0
         ]
 
     @property
     def norm_axis(self) -> Axis:
         """The ranks whose counted units together are the whole model, each parameter once."""
-        return self.mesh.joint("pp", "fsdp")
+        return self.mesh.joint("pp", "fsdp", "tp")
 
     def step(
         self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]
@@ -97,7 +118,11 @@ class ParallelModel:
 
         The weights must be there: see `gather_`. All pipeline ranks call it.
         """
-        found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
+        with nullcontext() if self.tensor_parallel is None else self.tensor_parallel.whole_sequence():
+            found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
+        if found and self.tensor_parallel is not None:
+            counts = [stop - start for ((start, stop),) in self.cuts["model.embed_tokens.weight"].runs]
+            found = [all_gather(found[0], self.mesh.tp, counts=counts)]
         like = self.units[0].weights
         logits = found[0] if found else like.new_empty(self.model.spec.vocab_size)
         return broadcast_(logits, self.mesh.pp, source=self.program.rank_of_segment[-1])
@@ -147,27 +172,17 @@ class ParallelModel:
         when its turn comes.
         """
         for number in range(len(self.unit_specs)):
-            yield from self._named_whole(number, lambda unit: unit.master)
+            yield from self.weights.whole(number, lambda unit: unit.master)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained parameter's name with its whole gradient after UPDATE's sums, as `named_masters`."""
         for number, spec in enumerate(self.unit_specs):
             if spec.is_trained:
-                yield from self._named_whole(number, lambda unit: unit.summed)
-
-    def _named_whole(self, number: int, piece: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Bring a unit's whole buffer to all ranks; ``piece`` says which of its buffers."""
-        spec, unit, pp = self.unit_specs[number], self.units_by_number.get(number), self.mesh.pp
-        whole = None if unit is None else unit.whole(piece(unit))
-        if whole is None or pp.rank != spec.holders[0]:
-            whole = torch.empty(spec.numel, dtype=spec.master_dtype, device=self.mesh.device)
-        broadcast_(whole, pp, source=spec.holders[0])
-        return ((slot.name, slot.view(whole)) for slot in spec.slots)
+                yield from self.weights.whole(number, lambda unit: unit.summed)
 
     def load_(self, weights: Mapping[str, Tensor]) -> None:
         """Set the master weights, and with them the weights that computation reads."""
-        for unit in self.units:
-            unit.load_(weights.__getitem__)
+        self.weights.load_(weights.__getitem__)
         self.publish_()
 
     def publish_(self) -> None:
@@ -206,16 +221,17 @@ def parallelize(
     Args:
         model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
             Parameters that need no gradient stay frozen.
-        mesh: the ranks. Of its axes only pp, dp and fsdp may be larger than 1 so far.
+        mesh: the ranks. Of its axes only cp may not be larger than 1 so far.
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
         sharding: how weights are cut over the fsdp axis.
         sequence_length: tokens of a sequence. It decides what attention costs beside the head where layers
-            are dealt to pipeline stages.
+            are dealt to pipeline stages, and whether the ranks of tp can divide the tokens.
     """
     problems = mesh.layout.runnable_problems()
     if problems:
         raise UserError(*problems)
+    tensor_parallel = _cut_channels_(model, mesh, sequence_length)
     stages = _stages(model, mesh, microbatches, sequence_length, dtype)
     pieces = [piece for stage in stages.pieces for piece in stage]
     rank_of_segment = [
@@ -228,6 +244,7 @@ def parallelize(
         shards=mesh.fsdp.size,
         pieces=sharding.pieces,
         dtype=dtype,
+        copies=_copies(tensor_parallel),
     )
     units = _units(model, specs, mesh=mesh, dtype=dtype)
     weight_gradients = WeightGradients()
@@ -237,11 +254,10 @@ def parallelize(
         prefetch=sharding.prefetch,
         keep=sharding.accumulate == "whole" or (sharding.accumulate == "auto" and mesh.pp.size > 1),
     )
-    replicas = mesh.layout.size("dp", "cp")
     program = build(
         stages.order,
         segments_of_stage=[len(stage) for stage in stages.pieces],
-        units=[UnitUse(spec.users, spec.is_trained, replicas * len(spec.holders) > 1) for spec in specs],
+        units=[UnitUse(spec.users, spec.is_trained, _is_replicated(spec, mesh)) for spec in specs],
         sharding=plan,
         lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
     )
@@ -252,9 +268,48 @@ def parallelize(
         units,
         weight_gradients=weight_gradients,
         mesh=mesh,
-        activation=partial(_activation, model, dtype=dtype, device=mesh.device),
+        activation=partial(_activation, model, tensor_parallel, dtype=dtype, device=mesh.device),
     )
-    return ParallelModel(model, mesh, specs, units, stages.names, stages.before_head, program, plan, executor)
+    return ParallelModel(
+        model,
+        mesh,
+        specs,
+        units,
+        stages.names,
+        stages.before_head,
+        program,
+        plan,
+        executor,
+        tensor_parallel,
+    )
+
+
+def _cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorParallel | None:
+    """Cut the model on the tp axis, and its loss with it."""
+    if mesh.tp.size == 1:
+        return None
+    parallel = tensor_parallel_(
+        model,
+        decoder_plan(model.spec),
+        mesh.tp,
+        sequence_parallel=mesh.layout.sequence_parallel(sequence_length),
+    )
+    ((first, _),) = parallel.cuts["model.embed_tokens.weight"].runs[mesh.tp.rank]
+    model.cross_entropy = partial(
+        vocabulary_parallel_cross_entropy_sum, axis=mesh.tp, first=first, vocab_size=model.spec.vocab_size
+    )
+    return parallel
+
+
+def _copies(tensor_parallel: TensorParallel | None) -> Mapping[str, Copies]:
+    cuts = {} if tensor_parallel is None else tensor_parallel.cuts
+    return {name: Copies(cut.copies, cut.adds_up) for name, cut in cuts.items() if cut.copies > 1}
+
+
+def _is_replicated(spec: UnitSpec, mesh: Mesh) -> bool:
+    """Whether ranks besides those of fsdp add to a unit's gradient."""
+    on_tp = spec.copies.count if spec.copies.add_up else 1
+    return mesh.layout.size("dp", "cp") * len(spec.holders) * on_tp > 1
 
 
 @dataclass(frozen=True)
@@ -281,8 +336,11 @@ def _stages(
         counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
     itemsize = master_dtype(dtype).itemsize
     owned = parameter_users(model, [block.modules for block in blocks])
-    named = dict(model.named_parameters())
-    sizes = [sum(named[name].numel() * itemsize for name in parameters) for parameters in owned]
+    # By the whole shapes: ranks of tp hold unequal parts of a vocabulary, and must come to the same segments.
+    shapes = model.spec.parameter_shapes()
+    sizes = [
+        sum(prod(shapes[name]) * itemsize // mesh.tp.size for name in parameters) for parameters in owned
+    ]
     names, pieces = [], []
     for first, stop in pairwise(accumulate(counts, initial=0)):
         stage = blocks[first:stop]
@@ -292,10 +350,22 @@ def _stages(
     return _Stages(order, names, pieces, stage[spans[-1].start : -1])
 
 
-def _activation(model: Decoder, batch: Microbatch, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty tensor of the shape of what goes from segment to segment for a microbatch: (B, S, C)."""
-    shape = *batch.input_ids_BS.shape, model.spec.hidden_size
-    return torch.empty(shape, dtype=dtype, device=device)
+def _activation(
+    model: Decoder,
+    tensor_parallel: TensorParallel | None,
+    batch: Microbatch,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """An empty tensor of the shape of what goes from segment to segment for a microbatch.
+
+    (B, S, C), or with sequence parallelism (B, S / tp, C).
+    """
+    B, S = batch.input_ids_BS.shape
+    if tensor_parallel is not None and tensor_parallel.sequence_parallel:
+        S //= tensor_parallel.axis.size
+    return torch.empty(B, S, model.spec.hidden_size, dtype=dtype, device=device)
 
 
 def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torch.dtype) -> dict[int, Unit]:
@@ -304,8 +374,8 @@ def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torc
     sites = parameter_sites(model)
     units = {}
     for number, spec in enumerate(specs):
-        together = len(spec.holders) > 1
-        replicas = mesh.holders(spec.holders, "dp", "cp") if together else mesh.joint("dp", "cp")
+        copies = spec.copies.count if spec.copies.add_up else 1
+        replicas = mesh.sharing("dp", "cp", stages=spec.holders, copies=copies)
         if mesh.pp.rank in spec.holders:
             units[number] = Unit(
                 spec.name,

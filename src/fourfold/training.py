@@ -13,7 +13,7 @@ from fourfold.allocator import keep_freed_memory
 from fourfold.collectives import all_gather, all_reduce_
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
-from fourfold.initialize import Part, initialize_
+from fourfold.initialize import initialize_
 from fourfold.learning_rate import learning_rate
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
@@ -167,7 +167,7 @@ class Trainer:
             pair for unit in parallel.units if unit.is_trained for pair in unit.named(unit.gradient)
         )
         bad = [name for name in reversed(names) if name in gradients and not gradients[name].isfinite().all()]
-        axis = parallel.mesh.joint("pp", *BATCH_AXES)
+        axis = parallel.mesh.world
         mine = [int(not torch.isfinite(loss_sum)), names.index(bad[0]) if bad else -1]
         found = all_gather(torch.tensor([mine], device=parallel.mesh.device), axis).tolist()
         where = f"step {step + 1} is not finite; no weight was changed by it"
@@ -216,12 +216,7 @@ def initialized(
         sharding=sharding,
         sequence_length=sequence_length,
     )
-    parts = (
-        Part(owned.name, owned.first, unit.master[owned.part])
-        for unit in parallel.units
-        for owned in unit.owned
-    )
-    initialize_(parts, model, seed=seed, std=model_spec.initializer_range)
+    initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
     parallel.publish_()
     return parallel
 

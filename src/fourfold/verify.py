@@ -141,7 +141,13 @@ def verify(
         sharding: how weights are cut over the fsdp axis.
     """
     parallel = initialized(
-        model_spec, mesh, microbatches=microbatches, dtype=dtype, seed=seed, sharding=sharding
+        model_spec,
+        mesh,
+        microbatches=microbatches,
+        dtype=dtype,
+        seed=seed,
+        sharding=sharding,
+        sequence_length=data.rows(0, batch, range(1)).input_ids_BS.shape[1],
     )
     ours, counts, agree = _run_layout(parallel, data, batch=batch, microbatches=microbatches, steps=steps)
     # Rank 0 alone runs the reference; the others receive it tensor by tensor. In bfloat16 the reference is

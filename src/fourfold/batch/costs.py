@@ -18,6 +18,7 @@ class UnitSize:
         master_dtype: of master weights, gradients and reductions.
         master_bytes: of one element of it.
         trained: False for a unit of frozen parameters.
+        over_tp: whether its gradient is summed over ranks of tp, too.
     """
 
     counts: tuple[int, ...]
@@ -27,6 +28,7 @@ class UnitSize:
     master_dtype: str
     master_bytes: int
     trained: bool = True
+    over_tp: bool = False
 
     @property
     def numel(self) -> int:

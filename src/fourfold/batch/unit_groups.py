@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.batch.pieces import cut
-from fourfold.batch.units import Unit, master_dtype, parameter_sites
+from fourfold.batch.units import Unit, master_dtype
 from fourfold.collectives import Pending, broadcast_
 from fourfold.errors import UserError, nearest
 from fourfold.mesh import Mesh
+from fourfold.models.parameters import parameter_sites
 
 Initialize = Callable[[str, int, Tensor], None]
 """Writes initial values: given a parameter's name, the index of the first element in the flattened parameter,

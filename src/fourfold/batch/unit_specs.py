@@ -2,12 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from fourfold.batch.pieces import Pieces, cut
-from fourfold.batch.units import Slot, master_dtype, parameter_users, slots
+from fourfold.batch.units import Slot, master_dtype, slots
+from fourfold.models.parameters import parameter_users
+
+
+@dataclass(frozen=True, order=True)
+class Copies:
+    """How a parameter stands on the tp axis.
+
+    Attributes:
+        count: how many neighbouring ranks hold the same part of it.
+        add_up: whether their gradients add up, or are the same.
+    """
+
+    count: int = 1
+    add_up: bool = False
+
+
+NO_COPIES: Mapping[str, Copies] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -20,6 +38,7 @@ class UnitSpec:
         pieces: how the buffer is cut over the fsdp axis.
         users: the segments that compute with any of them.
         holders: the pipeline ranks that hold them, in order.
+        copies: how they stand on the tp axis, all alike.
         is_trained: False where they are frozen.
         master_dtype: of master weights and gradients.
     """
@@ -29,6 +48,7 @@ class UnitSpec:
     pieces: Pieces
     users: tuple[int, ...]
     holders: tuple[int, ...]
+    copies: Copies
     is_trained: bool
     master_dtype: torch.dtype
 
@@ -45,6 +65,7 @@ class _Group:
     name: str
     is_trained: bool
     holders: tuple[int, ...]
+    copies: Copies
     users: dict[str, tuple[int, ...]]
 
 
@@ -56,11 +77,13 @@ def unit_specs(
     shards: int,
     pieces: str,
     dtype: torch.dtype,
+    copies: Mapping[str, Copies] = NO_COPIES,
 ) -> list[UnitSpec]:
     """Return the units of a model, in its order.
 
     A unit holds the trained or the frozen parameters of one segment. Those that several pipeline ranks hold
-    are a unit of their own. What each pipeline rank holds is dealt evenly to the ranks of its fsdp axis.
+    are a unit of their own, and so are those of which several ranks of tp hold the same part. What each
+    pipeline rank holds of each kind is dealt evenly to the ranks of its fsdp axis.
 
     Args:
         model: gives names and shapes.
@@ -69,13 +92,16 @@ def unit_specs(
         shards: ranks of the fsdp axis.
         pieces: how units are cut; see `fourfold.batch.pieces.cut`.
         dtype: what computation runs in.
+        copies: of each parameter, by name; those that are not there have none.
     """
     named = dict(model.named_parameters())
-    grouped = _grouped(model, segments, rank_of_segment)
+    grouped = _grouped(model, segments, rank_of_segment, copies)
     shapes = [{name: tuple(named[name].shape) for name in group.users} for group in grouped]
     cuts: dict[int, Pieces] = {}
-    for holders in dict.fromkeys(group.holders for group in grouped):
-        numbers = [number for number, group in enumerate(grouped) if group.holders == holders]
+    # Ranks of tp may hold unequal parts (of a vocabulary): what they hold alike is dealt apart from it, so that
+    # all of them cut it alike.
+    for dealt in dict.fromkeys((group.holders, group.copies) for group in grouped):
+        numbers = [n for n, group in enumerate(grouped) if (group.holders, group.copies) == dealt]
         found = cut([shapes[number] for number in numbers], ranks=shards, how=pieces)
         cuts.update(zip(numbers, found, strict=True))
     return [
@@ -85,6 +111,7 @@ def unit_specs(
             cuts[number],
             tuple(sorted({user for users in group.users.values() for user in users})),
             group.holders,
+            group.copies,
             group.is_trained,
             master_dtype(dtype),
         )
@@ -93,17 +120,23 @@ def unit_specs(
 
 
 def _grouped(
-    model: nn.Module, segments: Mapping[str, Sequence[nn.Module]], rank_of_segment: Sequence[int]
+    model: nn.Module,
+    segments: Mapping[str, Sequence[nn.Module]],
+    rank_of_segment: Sequence[int],
+    copies: Mapping[str, Copies],
 ) -> list[_Group]:
     named = dict(model.named_parameters())
     grouped = []
     owned = parameter_users(model, [tuple(modules) for modules in segments.values()])
     for title, parameters in zip(segments, owned, strict=True):
-        found: dict[tuple[bool, tuple[int, ...]], _Group] = {}
+        found: dict[tuple[bool, tuple[int, ...], Copies], _Group] = {}
         for name, users in parameters.items():
             trained = named[name].requires_grad
             holders = tuple(sorted({rank_of_segment[user] for user in users}))
-            group = found.setdefault((trained, holders), _Group(title, trained, holders, {}))
+            on_tp = copies.get(name, Copies())
+            group = found.setdefault((trained, holders, on_tp), _Group(title, trained, holders, on_tp, {}))
             group.users[name] = users
-        grouped += sorted(found.values(), key=lambda group: (not group.is_trained, group.holders))
+        grouped += sorted(
+            found.values(), key=lambda group: (not group.is_trained, group.holders, group.copies)
+        )
     return grouped

@@ -7,7 +7,7 @@ needed its
 *storage* is resized to nothing and back; the views stay.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,9 @@ class Unit:
         pieces: how the buffers are laid out and cut.
         placement: which buffers are whole between uses.
         shards: the ranks that own a piece each.
-        replicas: the ranks that own the same piece as this one, for other sequences or, where an embedding
-            and a head are one parameter, for the other end of the model.
+        replicas: the ranks that own the same piece as this one and compute another summand of its gradient:
+            for other sequences; for the other end of the model, where an embedding and a head are one
+            parameter; for other tokens or heads on the tp axis.
         dtype: of the weights that computation reads.
         master_dtype: of the weights that the optimizer updates, of gradients and of their reduction.
         device: where the buffers live.
@@ -171,6 +172,7 @@ class Unit:
             dtype_name(master),
             master.itemsize,
             self.is_trained,
+            "tp" in self._replicas.name.split(","),
         )
 
     @property
@@ -277,43 +279,3 @@ def _resize(flat: Tensor) -> None:
     storage, nbytes = flat.untyped_storage(), flat.numel() * flat.itemsize
     if storage.nbytes() != nbytes:
         storage.resize_(nbytes)
-
-
-def parameter_sites(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """For each parameter by its first name, every (module, attribute) that holds it."""
-    first_name: dict[int, str] = {}
-    sites: dict[str, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = first_name.setdefault(id(parameter), f"{prefix}.{attribute}" if prefix else attribute)
-            sites.setdefault(name, []).append((module, attribute))
-    return sites
-
-
-def parameter_users(
-    model: nn.Module, segments: Iterable[tuple[nn.Module, ...]]
-) -> list[dict[str, tuple[int, ...]]]:
-    """For each segment, the parameters that belong to it, each with the segments that use it.
-
-    A parameter that several segments share belongs to the first one.
-
-    Args:
-        model: gives the names.
-        segments: the modules of each segment, in order.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    users: dict[str, list[int]] = {}
-    count = 0
-    for index, modules in enumerate(segments):
-        count += 1
-        for module in modules:
-            for parameter in module.parameters():
-                known = users.setdefault(names[id(parameter)], [])
-                if index not in known:
-                    known.append(index)
-    missing = sorted(set(names.values()) - set(users))
-    assert not missing, f"parameters in no segment: {missing}"
-    owned: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
-    for name, segments_of in users.items():
-        owned[segments_of[0]][name] = tuple(segments_of)
-    return owned

@@ -129,7 +129,8 @@ class Decoder(nn.Module):
     """A causal language model built from a `ModelSpec`, on the current default device and dtype.
 
     Parameters have Hugging Face's names and lie in nn.Linear, nn.Embedding and RMSNorm only. There are no
-    buffers. A tied head is the very parameter of the embedding.
+    buffers. A tied head is the very parameter of the embedding. `cross_entropy` gives the loss from logits
+    and labels: an attribute, so that a plan that splits the vocabulary can put its own in place.
     """
 
     def __init__(self, spec: ModelSpec):
@@ -138,6 +139,7 @@ class Decoder(nn.Module):
         self.model = Backbone(spec)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.rotary = Rotary(spec)
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -158,7 +160,7 @@ class Decoder(nn.Module):
 
     def last_logits(self, x_BSC: Tensor) -> Tensor:
         """Return the logits (V,) after the last token of the only row, from the last layer's output."""
-        return self._logits(x_BSC[0, -1])
+        return self._logits(x_BSC[:1, -1:])[0, -1]
 
     def pieces(self) -> list[Piece]:
         """Return the blocks in order; one after the other, they compute `loss_sum`."""
@@ -178,7 +180,7 @@ class Decoder(nn.Module):
 
     def _head(self, x_BSC: Tensor | None, batch: Microbatch) -> Tensor:
         assert x_BSC is not None
-        return cross_entropy_sum(self._logits(x_BSC), batch.labels_BS)
+        return self.cross_entropy(self._logits(x_BSC), batch.labels_BS)
 
     def _logits(self, x_BSC: Tensor) -> Tensor:
         tied = self.lm_head.weight is self.model.embed_tokens.weight

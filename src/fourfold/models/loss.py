@@ -21,11 +21,12 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     Raises `UserError` for a label outside the vocabulary, on a CPU; a GPU's kernel stops the process.
     """
     if labels_BS.device.type == "cpu":
-        _check_labels(labels_BS, logits_BSV.shape[-1])
+        check_labels(labels_BS, logits_BSV.shape[-1])
     return _CrossEntropySum.apply(logits_BSV.flatten(0, -2), labels_BS.flatten())
 
 
-def _check_labels(labels_BS: Tensor, vocab_size: int) -> None:
+def check_labels(labels_BS: Tensor, vocab_size: int) -> None:
+    """Raise `UserError` for a label that is neither a token nor `IGNORE`."""
     wrong = labels_BS[(labels_BS >= vocab_size) | ((labels_BS < 0) & (labels_BS != IGNORE))]
     if len(wrong):
         raise UserError(

@@ -23,7 +23,9 @@ DATA_AXES = ("dp", "fsdp")
 # What an axis cuts, for messages.
 AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
 # The axes that this release can run, with their options.
-RUNNABLE_AXES = ("pp", "dp", "fsdp")
+RUNNABLE_AXES = ("pp", "dp", "fsdp", "tp")
+# Options of tp: the residual stream whole on every rank, or by default cut by tokens where they divide.
+TP_OPTIONS = ("allreduce",)
 
 _ENTRY = re.compile(r"(?P<axis>[A-Za-z_]+)(?P<degree>[^:]*)(?::(?P<option>.*))?")
 
@@ -47,6 +49,8 @@ class Layout:
         if self.options.get("fsdp") not in PLACEMENTS:
             problems.append(_unknown_placement(str(self.fsdp), self.options["fsdp"]))
         problems += _schedule_problems(self.options.get("pp"))
+        if (option := self.options.get("tp")) not in (None, *TP_OPTIONS):
+            problems.append(_unknown_tp_option(option))
         if problems:
             raise UserError(*problems)
 
@@ -78,6 +82,8 @@ class Layout:
                 problems.append(_unknown_placement(degree, option))
             elif axis == "pp" and (unknown := _schedule_problems(option)):
                 problems += unknown
+            elif axis == "tp" and option not in (None, *TP_OPTIONS):
+                problems.append(_unknown_tp_option(option))
             elif option is not None and axis in AXES:
                 options[axis] = option
         if problems:
@@ -107,9 +113,21 @@ class Layout:
         """The order in which pipeline ranks work on microbatches: 1f1b unless said otherwise."""
         return ScheduleName.parse(self.options.get("pp", "1f1b"))
 
+    def sequence_parallel(self, sequence_length: int) -> bool:
+        """Whether tp cuts the residual stream by tokens: unless told not to, where its ranks divide them."""
+        tokens, rest = divmod(sequence_length, self.cp)
+        return self.tp > 1 and "tp" not in self.options and rest == 0 and tokens % self.tp == 0
+
     def size(self, *axes: str) -> int:
         """Return the product of the degrees of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank stands on each axis: pp changes slowest, tp fastest."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return found
 
     def axis_name(self, *axes: str) -> str:
         """Return the name of the joint axis: those that are cut, or the first one where none is."""
@@ -196,6 +214,7 @@ class Layout:
                     kv_heads % tp == 0 or tp % kv_heads == 0
                 ),
                 f"does not divide intermediate_size={inner}": inner % tp == 0,
+                f"is more than vocab_size={model.vocab_size}": tp <= model.vocab_size,
             }
             return [rule for rule, kept in rules.items() if not kept]
 
@@ -246,6 +265,13 @@ def _schedule_problems(option: str | None) -> list[str]:
     except UserError as error:
         return [f"option '{option}' of pp: {message}" for message in error.messages]
     return []
+
+
+def _unknown_tp_option(option: str) -> str:
+    return (
+        f"option '{option}' of tp does not exist.{nearest(option, TP_OPTIONS)} Use tp4:allreduce to keep the "
+        "residual stream whole on every rank, or tp4 to cut it by tokens where they divide"
+    )
 
 
 def _unknown_placement(degree: str, option: str) -> str:

@@ -11,9 +11,9 @@ _TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 88,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
     "max_position_embeddings": 128,
 }
 

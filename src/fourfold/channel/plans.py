@@ -1,0 +1,98 @@
+"""Which projections of a model are cut by columns and which by rows: plans, as data.
+
+A *branch* is what the residual stream enters and leaves: attention, or the MLP. Inside it the first matrices
+are cut by columns (out_features) and the last ones by rows (in_features), so that each branch has one
+collective where the stream enters and one where it leaves, forward and backward (Shoeybi et al. 2019).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fourfold.specs import ModelSpec
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A projection that is cut by columns.
+
+    Attributes:
+        groups: how many indivisible groups (heads) its outputs are; None where any output may go anywhere.
+        fused: how many matrices of that kind lie one after another in its outputs, as in a fused qkv.
+    """
+
+    groups: int | None = None
+    fused: int = 1
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A module between two collectives.
+
+    Attributes:
+        columns: the projections that read the stream, by their name in the module.
+        rows: the names of those that write to it.
+        scaled: attributes of the module that count heads or channels, and are divided by the number of ranks.
+    """
+
+    columns: Mapping[str, Columns]
+    rows: tuple[str, ...]
+    scaled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cut on the tp axis. Everything that is not named is held whole by every rank.
+
+    Attributes:
+        branches: by the names of their modules, in which ``*`` stands for a layer's number.
+        embedding: the name of the token embedding, cut by vocabulary.
+        head: the name of the projection to the vocabulary.
+        transposed: whether weights lie as (in, out), as in GPT-2's Conv1D.
+    """
+
+    branches: Mapping[str, Branch]
+    embedding: str | None = None
+    head: str | None = None
+    transposed: bool = False
+
+    def branch(self, name: str) -> Branch | None:
+        """The branch that a module is, None where it is none."""
+        return next((branch for pattern, branch in self.branches.items() if fnmatchcase(name, pattern)), None)
+
+
+def decoder_plan(spec: ModelSpec) -> Plan:
+    """The plan of our decoder, whose names are those of the Llama, Qwen and Mistral families."""
+    return llama_plan(spec.num_attention_heads, spec.num_key_value_heads)
+
+
+def llama_plan(heads: int, kv_heads: int) -> Plan:
+    """The plan of Hugging Face's Llama, Qwen2, Qwen3 and Mistral models."""
+    queries, keys = Columns(heads), Columns(kv_heads)
+    return Plan(
+        branches={
+            "model.layers.*.self_attn": Branch(
+                {"q_proj": queries, "k_proj": keys, "v_proj": keys}, ("o_proj",)
+            ),
+            "model.layers.*.mlp": Branch({"gate_proj": Columns(), "up_proj": Columns()}, ("down_proj",)),
+        },
+        embedding="model.embed_tokens",
+        head="lm_head",
+    )
+
+
+def gpt2_plan(heads: int) -> Plan:
+    """The plan of Hugging Face's GPT-2, whose queries, keys and values are one matrix."""
+    return Plan(
+        branches={
+            "transformer.h.*.attn": Branch(
+                {"c_attn": Columns(heads, fused=3)},
+                ("c_proj",),
+                scaled=("num_heads", "split_size", "embed_dim"),
+            ),
+            "transformer.h.*.mlp": Branch({"c_fc": Columns()}, ("c_proj",)),
+        },
+        embedding="transformer.wte",
+        head="lm_head",
+        transposed=True,
+    )
