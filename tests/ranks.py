@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-MAX_WORLD_SIZE = 4
+MAX_WORLD_SIZE = 8
 START_LIMIT_SECONDS = 120.0  # importing torch on a busy machine
 GRACE_SECONDS = 2.0  # what the other ranks get to answer after the first one failed
 # A rank that waits for one that is gone ends by itself after this, should the test session be killed.

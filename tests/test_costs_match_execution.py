@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fourfold.batch.costs import Held, held_bytes
 from fourfold.batch.reduction import blocks_of_segments
+from fourfold.channel.costs import ChannelCosts
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
 from fourfold.events import step_events
@@ -31,6 +32,7 @@ def on_a_rank(
         dtype=dtype,
         seed=0,
         sharding=sharding,
+        sequence_length=LENGTH,
     )
 
 
@@ -55,13 +57,26 @@ def events_of_a_step(
         run_step(parallel)
     mesh, program = parallel.mesh, parallel.program
     rows = BATCH // (mesh.data.size * microbatches)
+    tp, is_cut = mesh.tp.size, mesh.layout.sequence_parallel(LENGTH)
     itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
     predicted = step_events(
         program,
         rank=mesh.pp.rank,
         layout=mesh.layout,
         units={number: unit.size for number, unit in parallel.units_by_number.items()},
-        activation_bytes=[rows * LENGTH * parallel.model.spec.hidden_size * itemsize] * microbatches,
+        activation_bytes=[rows * LENGTH * parallel.model.spec.hidden_size * itemsize // (tp if is_cut else 1)]
+        * microbatches,
+        channel=ChannelCosts(
+            parallel.blocks,
+            tokens=[rows * LENGTH] * microbatches,
+            hidden_size=parallel.model.spec.hidden_size,
+            dtype=dtype,
+            itemsize=itemsize,
+            statistics_dtype="float64" if dtype == "float64" else "float32",
+            statistics_itemsize=max(itemsize, 4),
+            ranks=tp,
+            sequence_parallel=is_cut,
+        ),
     )
     return list(events), predicted
 
@@ -71,6 +86,8 @@ LAYOUTS = [
     ("fsdp2", 1), ("fsdp3", 2), ("fsdp4", 3), ("fsdp4:zero1", 2), ("fsdp4:zero2", 2), ("dp2,fsdp2", 3),
     ("pp2", 3), ("pp4", 2), ("pp2:interleaved2", 3), ("pp2,dp2", 2), ("pp2,fsdp2", 3), ("pp2:bfs2,fsdp2", 2),
     ("pp2,fsdp2:zero1", 3),
+    ("tp2", 1), ("tp4:allreduce", 2), ("tp8", 1), ("dp2,tp2", 2), ("fsdp2,tp2", 3), ("pp2,tp2", 3),
+    ("pp2:interleaved2,tp2:allreduce", 2), ("pp2,fsdp2:zero2,tp2", 2),
 ]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fourfold.batch.pieces import cut
 from fourfold.batch.reduction import with_reductions
 from fourfold.batch.units import Unit
-from fourfold.models.parameters import parameter_sites
 from fourfold.build import Sharding, evaluation, expanded
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
@@ -23,6 +22,7 @@ from fourfold.layer.schedules import gpipe, one_forward_one_backward
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch, Piece
 from fourfold.models.norm import RMSNorm
+from fourfold.models.parameters import parameter_sites
 from fourfold.optimizer import gradient_norm
 from fourfold.parallel_model import ParallelModel
 from fourfold.program import COMMUNICATION, Action, Kind, Program, check

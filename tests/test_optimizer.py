@@ -8,9 +8,9 @@ from torch import nn
 
 from fourfold.batch.pieces import cut
 from fourfold.batch.units import Unit
-from fourfold.models.parameters import parameter_sites
 from fourfold.errors import UserError
 from fourfold.mesh import Axis, Mesh
+from fourfold.models.parameters import parameter_sites
 from fourfold.optimizer import Update, clip_, gradient_norm, optimizers, owned_parameters
 from fourfold.specs import PLACEMENTS, REPLICATED, Layout, OptimizerSection, Placement
 from tests.ranks import RankPool

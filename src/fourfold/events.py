@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from fourfold.batch.costs import UnitSize
+from fourfold.channel.costs import ChannelCosts
 from fourfold.program.actions import RECEIVES, SENDS, Kind, Program
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
@@ -18,6 +19,7 @@ def step_events(
     layout: Layout,
     units: Mapping[int, UnitSize],
     activation_bytes: Sequence[int],
+    channel: ChannelCosts | None = None,
 ) -> list[Event]:
     """The collectives and messages that a rank performs in one step, in order.
 
@@ -27,7 +29,8 @@ def step_events(
         layout: gives the axes.
         units: those that the rank holds, by their number in the program.
         activation_bytes: of what goes from segment to segment, for each microbatch: B x S x C elements of the
-            dtype that computation runs in.
+            dtype that computation runs in; of the S / tp tokens of a rank with sequence parallelism.
+        channel: what the segments send on the tp axis.
     """
     shards = layout.axis_name("fsdp")
     all_ranks, norm = ("pp", *BATCH_AXES), ("pp", "fsdp", "tp")
@@ -35,7 +38,11 @@ def step_events(
     events: list[Event] = []
     for action in program.ranks[rank]:
         kind = action.kind
-        if kind is Kind.LOSS and layout.size(*all_ranks) > 1:
+        if channel is not None and kind is Kind.FORWARD:
+            events += channel.forward(action.segment, action.microbatch)
+        elif channel is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            events += channel.backward(action.segment, action.microbatch)
+        elif kind is Kind.LOSS and layout.size(*all_ranks) > 1:
             events.append(Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE))
         elif kind is Kind.UPDATE and layout.size(*norm) > 1:
             events.append(Event("all_reduce", layout.axis_name(*norm), SCALAR_BYTES, SCALAR_DTYPE))

@@ -47,6 +47,7 @@ class ParallelModel:
         unit_specs: the units of all pipeline ranks, by number in the program.
         units: the flat buffers of weights and gradients that this rank holds, by that number.
         stages: the names of the blocks of each pipeline stage.
+        blocks: the names of the blocks of each segment, of all pipeline ranks.
         before_head: the blocks that are joined with the head to the last segment.
         program: what each pipeline rank does in a training step.
         sharding: how the units are spread on the Batch axis.
@@ -59,6 +60,7 @@ class ParallelModel:
     unit_specs: Sequence[UnitSpec]
     units_by_number: Mapping[int, Unit]
     stages: Sequence[Sequence[str]]
+    blocks: Sequence[Sequence[str]]
     before_head: Sequence[Piece]
     program: Program
     sharding: Sharding
@@ -276,6 +278,7 @@ def parallelize(
         specs,
         units,
         stages.names,
+        [piece.blocks for piece in pieces],
         stages.before_head,
         program,
         plan,

@@ -4,9 +4,9 @@ from torch import nn
 
 from fourfold.batch.pieces import cut
 from fourfold.batch.units import Unit
-from fourfold.models.parameters import parameter_sites, parameter_users
 from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder
+from fourfold.models.parameters import parameter_sites, parameter_users
 from fourfold.specs import PLACEMENTS, REPLICATED, Layout, ModelSpec, Placement
 from tests.ranks import RankPool
 

@@ -98,8 +98,8 @@ def unit_specs(
     grouped = _grouped(model, segments, rank_of_segment, copies)
     shapes = [{name: tuple(named[name].shape) for name in group.users} for group in grouped]
     cuts: dict[int, Pieces] = {}
-    # Ranks of tp may hold unequal parts (of a vocabulary): what they hold alike is dealt apart from it, so that
-    # all of them cut it alike.
+    # Ranks of tp may hold unequal parts (of a vocabulary). What they hold alike is dealt apart from those, so
+    # that all of them cut it alike.
     for dealt in dict.fromkeys((group.holders, group.copies) for group in grouped):
         numbers = [n for n, group in enumerate(grouped) if (group.holders, group.copies) == dealt]
         found = cut([shapes[number] for number in numbers], ranks=shards, how=pieces)

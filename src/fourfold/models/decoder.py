@@ -101,13 +101,19 @@ class Piece:
 
     `modules` hold all its parameters. `forward` maps the previous piece's output (None for the first) and the
     microbatch to the next piece's input, (B, S, C); the last one's output is the sum of the tokens' losses.
-    `is_lookup` says that its backward does not read its weights.
+    `is_lookup` says that its backward does not read its weights. `joined` are the names of the blocks.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     forward: Callable[[Tensor | None, Microbatch], Tensor]
     is_lookup: bool = False
+    joined: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the blocks in it."""
+        return self.joined or (self.name,)
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -122,7 +128,8 @@ def join(pieces: Sequence[Piece]) -> Piece:
         return x
 
     modules = tuple(module for piece in pieces for module in piece.modules)
-    return Piece(f"{pieces[0].name} to {pieces[-1].name}", modules, forward)
+    names = tuple(name for piece in pieces for name in piece.blocks)
+    return Piece(f"{names[0]} to {names[-1]}", modules, forward, joined=names)
 
 
 class Decoder(nn.Module):
