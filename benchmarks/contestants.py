@@ -65,7 +65,7 @@ class Plain:
         self.workload = workload
         rows = workload.batch // ranks
         self.rows = range(rank * rows, (rank + 1) * rows)
-        self.module: nn.Module = _Loss(_decoder(), 1.0 / workload.tokens)
+        self.module: nn.Module = _Loss(decoder(), 1.0 / workload.tokens)
         self.optimizer = _adamw(self.module)
 
     def step(self, k: int) -> float:
@@ -86,7 +86,7 @@ class Ddp(Plain):
         super().__init__(workload, rank, ranks)
         # DDP averages over ranks, so each rank's loss is scaled up by their number.
         scale = ranks / workload.tokens
-        loss = _Loss(_decoder(), scale) if own_decoder else _PyTorchLoss(_decoder(), scale)
+        loss = _Loss(decoder(), scale) if own_decoder else _PyTorchLoss(decoder(), scale)
         self.module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
         self.optimizer = _adamw(self.module)
         self.ranks = ranks
@@ -104,10 +104,9 @@ class Fsdp2(Plain):
     def __init__(self, workload: Workload, rank: int, ranks: int):
         super().__init__(workload, rank, ranks)
         # FSDP2 averages over ranks, so each rank's loss is scaled up by their number.
-        self.module = _PyTorchLoss(_decoder(), ranks / workload.tokens)
+        self.module = _PyTorchLoss(decoder(), ranks / workload.tokens)
         mesh = init_device_mesh("cpu", (ranks,))
-        decoder = self.module.model
-        for layer in decoder.model.layers:
+        for layer in self.module.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.module, mesh=mesh)
         self.optimizer = _adamw(self.module)
@@ -125,7 +124,7 @@ class DeepSpeedZero3(Plain):
         import deepspeed  # not a dependency: whoever has it sees its row
 
         super().__init__(workload, rank, ranks)
-        module = _PyTorchLoss(_decoder(), ranks / workload.tokens)  # it averages over ranks
+        module = _PyTorchLoss(decoder(), ranks / workload.tokens)  # it averages over ranks
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=_adamw(module),
@@ -166,8 +165,8 @@ class TorchPipeline:
         is_single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
         is_v = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
         count = ranks if is_single else 2 * ranks
-        model = _decoder() if own_decoder else with_torch_norms_(_decoder())
-        loss = cross_entropy_sum if own_decoder else _torch_cross_entropy_sum
+        model = decoder() if own_decoder else with_torch_norms_(decoder())
+        loss = cross_entropy_sum if own_decoder else torch_cross_entropy_sum
         counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=count)
         mine = [rank] if is_single else [rank, count - 1 - rank if is_v else rank + ranks]
         stages = [
@@ -245,7 +244,7 @@ class _PyTorchLoss(nn.Module):
         self.scale = scale
 
     def forward(self, batch: Microbatch) -> Tensor:
-        return _torch_cross_entropy_sum(self.model(batch), batch.labels_BS) * self.scale
+        return torch_cross_entropy_sum(self.model(batch), batch.labels_BS) * self.scale
 
 
 def with_torch_norms_(model: Decoder) -> Decoder:
@@ -259,11 +258,11 @@ def with_torch_norms_(model: Decoder) -> Decoder:
     return model
 
 
-def _torch_cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+def torch_cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
 
 
-def _decoder() -> Decoder:
+def decoder() -> Decoder:
     model = Decoder(MODEL)
     initialize_(whole(dict(model.named_parameters())), model, seed=0, std=MODEL.initializer_range)
     return model

@@ -1,0 +1,89 @@
+"""Peers of tensor parallelism."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from benchmarks.contestants import SPEC, decoder, torch_cross_entropy_sum, with_torch_norms_
+from benchmarks.workloads import Workload
+
+
+class TorchTensorParallel:
+    """PyTorch's ``parallelize_module``: the plan that its own tutorial and torchtitan use for Llama."""
+
+    def __init__(self, workload: Workload, rank: int, ranks: int, *, sequence_parallel: bool):
+        self.workload, self.ranks = workload, ranks
+        model = with_torch_norms_(decoder())
+        mesh = init_device_mesh("cpu", (ranks,))
+        parallelize_module(model, mesh, _ends(sequence_parallel))
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, _layer(sequence_parallel))
+        self.model = model
+        self.optimizer = _adamw(model)
+
+    def step(self, k: int) -> float:
+        batch = self.workload.rows(k, self.workload.batch, range(self.workload.batch))
+        with loss_parallel():
+            logits_BSV = self.model(batch)
+            loss = torch_cross_entropy_sum(logits_BSV, batch.labels_BS) / self.workload.tokens
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return float(whole.detach()) * self.workload.tokens / self.ranks
+
+
+def _ends(cut: bool) -> dict[str, ParallelStyle]:
+    stream = Shard(1) if cut else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    return plan | ({"model.norm": SequenceParallel(use_local_output=True)} if cut else {})
+
+
+def _layer(cut: bool) -> dict[str, ParallelStyle]:
+    leave = RowwiseParallel(output_layouts=Shard(1) if cut else Replicate())
+    plan: dict[str, ParallelStyle] = {
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        "self_attn.o_proj": leave,
+        "mlp.down_proj": leave,
+    }
+    if cut:
+        plan |= {
+            "input_layernorm": SequenceParallel(use_local_output=True),
+            "post_attention_layernorm": SequenceParallel(use_local_output=True),
+            "self_attn": PrepareModuleInput(
+                input_layouts=(Shard(1), None, None, None),
+                desired_input_layouts=(Replicate(), None, None, None),
+                use_local_output=False,
+            ),
+            "mlp": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=False
+            ),
+        }
+    return plan
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    """As `contestants.adamw`, but a group has only DTensors or none: the fused step takes no mixture."""
+    groups = []
+    for is_matrix in (True, False):
+        for kind in (True, False):
+            found = [
+                p for p in model.parameters() if (p.ndim >= 2) == is_matrix and isinstance(p, DTensor) == kind
+            ]
+            if found:
+                groups.append({"params": found, "weight_decay": SPEC.weight_decay if is_matrix else 0.0})
+    return torch.optim.AdamW(groups, lr=SPEC.learning_rate, betas=SPEC.betas, eps=SPEC.eps, fused=True)

@@ -1,0 +1,83 @@
+"""Tensor parallelism against PyTorch's ``parallelize_module``, with and without sequence parallelism.
+
+python benchmarks/tensor_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 24]
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.contestants import Ours, Plain
+from benchmarks.report import Row, run
+from benchmarks.teams import Build, interleaved
+from benchmarks.tensor_contestants import TorchTensorParallel
+from benchmarks.workloads import MODEL, Workload
+from fourfold.channel.costs import ChannelCosts
+from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
+from fourfold.traffic import Event, sent_bytes
+
+LAYOUTS = {"tp{}": True, "tp{}:allreduce": False}
+"""Ours, and whether the residual stream is cut by tokens. The peer does the same."""
+
+
+def ours(layout: str, workload: Workload, rank: int, ranks: int) -> Ours:
+    return Ours(workload, layout.format(ranks))
+
+
+def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
+    """A row for each layout, against PyTorch's with its own norm and loss."""
+    builds: dict[str, Build] = {"limit": partial(Plain, workload)}
+    for layout, is_cut in LAYOUTS.items():
+        builds[layout] = partial(ours, layout, workload)
+        builds[peer_of(is_cut)] = partial(TorchTensorParallel, workload, sequence_parallel=is_cut)
+    scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
+    return [
+        Row.of(
+            workload.name,
+            layout.format(ranks),
+            ours=scores[layout],
+            peer=peer_of(is_cut),
+            peer_score=scores[peer_of(is_cut)],
+            limit=scores["limit"],
+            formula_bytes=formula_bytes(workload, ranks, sequence_parallel=is_cut),
+        )
+        for layout, is_cut in LAYOUTS.items()
+    ]
+
+
+def peer_of(is_cut: bool) -> str:
+    return "torch, sequence and loss parallel" if is_cut else "torch, loss parallel"
+
+
+def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) -> float:
+    """What a rank sends in a step: two collectives a layer and direction, the ends, the loss and the norm.
+
+    With sequence parallelism also the gradients of the norms' weights, which each rank has of its tokens.
+    """
+    blocks = ("embed", *(f"layer.{i}" for i in range(MODEL.num_hidden_layers)), "head")
+    costs = ChannelCosts(
+        [blocks],
+        tokens=[workload.tokens],
+        hidden_size=MODEL.hidden_size,
+        dtype="float32",
+        itemsize=4,
+        statistics_dtype="float32",
+        statistics_itemsize=4,
+        ranks=ranks,
+        sequence_parallel=sequence_parallel,
+    )
+    messages = [
+        *costs.forward(0, 0),
+        *costs.backward(0, 0),
+        Event("all_reduce", "tp", SCALAR_BYTES, SCALAR_DTYPE),
+    ]
+    if sequence_parallel:
+        norms = (2 * MODEL.num_hidden_layers + 1) * MODEL.hidden_size
+        messages.append(Event("all_reduce", "tp", 4 * norms, "float32"))
+    return sum(sent_bytes(message, ranks) for message in messages)
+
+
+if __name__ == "__main__":
+    run(__doc__, measure, ranks=(2, 4))
