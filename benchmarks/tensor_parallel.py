@@ -61,6 +61,7 @@ def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) ->
         [blocks],
         tokens=[workload.tokens],
         hidden_size=MODEL.hidden_size,
+        vocab_size=MODEL.vocab_size,
         dtype="float32",
         itemsize=4,
         statistics_dtype="float32",

@@ -70,6 +70,7 @@ def events_of_a_step(
             parallel.blocks,
             tokens=[rows * LENGTH] * microbatches,
             hidden_size=parallel.model.spec.hidden_size,
+            vocab_size=parallel.model.spec.vocab_size,
             dtype=dtype,
             itemsize=itemsize,
             statistics_dtype="float64" if dtype == "float64" else "float32",

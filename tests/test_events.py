@@ -71,7 +71,7 @@ def test_with_whole_gradients_pieces_are_still_what_is_summed() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert events_of(one_stage(1, 1), "tp4", size(5)) == []
+    assert events_of(one_stage(1, 1), "dp1", size(5)) == []
 
 
 def test_the_events_of_a_pipeline_with_a_tied_head() -> None:

@@ -68,10 +68,10 @@ def test_a_step_is_the_whole_batch():
 
 
 def test_explicit_head_size_counts():
-    spec = PRESETS["tiny"]  # 4 x 16 query channels, 2 x 16 of keys and of values, hidden 32
-    layer = 2 * (64 * 32 + 2 * 32 * 32 + 32 * 64 + 3 * 32 * 88)
+    spec = PRESETS["tiny"]  # 8 x 16 query channels, 4 x 16 of keys and of values, hidden 32
+    layer = 2 * (128 * 32 + 2 * 64 * 32 + 32 * 128 + 3 * 32 * 88)
     assert forward_flops(spec, 1).layer_weights == layer
-    assert forward_flops(spec, 3).layer_attention == 4 * 64 * 6
+    assert forward_flops(spec, 3).layer_attention == 4 * 128 * 6
 
 
 def test_forward_and_backward_equal_pytorchs_counter():

@@ -53,10 +53,12 @@ def torch_mesh(text: str) -> tuple[tuple[str, ...] | None, list[int], list[bool]
     return names, list(theirs.shape), same
 
 
-def holders_of(text: str, stages: tuple[int, ...]) -> tuple[tuple[str, int, int, tuple[int, ...]], float]:
-    """The axis of the ranks of some stages joined with dp, and a sum of powers of two over it."""
+def holders_of(
+    text: str, stages: tuple[int, ...], copies: int = 1
+) -> tuple[tuple[str, int, int, tuple[int, ...]], float]:
+    """The axis of the ranks of some stages and copies joined with dp, and a sum of powers of two over it."""
     mesh = Mesh(Layout.parse(text))
-    axis = mesh.holders(stages, "dp")
+    axis = mesh.sharing("dp", stages=stages, copies=copies)
     tensor = torch.tensor(2.0**mesh.rank)
     if axis.group is not None:
         dist.all_reduce(tensor, group=axis.group)
@@ -138,6 +140,22 @@ def test_the_holders_of_a_tied_parameter(ranks: RankPool) -> None:
     assert ranks(4, holders_of, "pp2,dp2", (0, 1)) == [
         (("pp,dp", 4, rank, (0, 1, 2, 3)), 15.0) for rank in range(4)
     ]
+
+
+def test_the_holders_of_copies_on_the_channel_axis(ranks: RankPool) -> None:
+    """Neighbours in pairs; with dp beside them; all of tp; none."""
+    pairs = [
+        (("tp", 2, rank % 2, (rank // 2 * 2, rank // 2 * 2 + 1)), (3.0, 12.0)[rank // 2]) for rank in range(4)
+    ]
+    assert ranks(4, holders_of, "tp4", (), 2) == pairs
+    assert ranks(4, holders_of, "dp2,tp2", (), 2) == [
+        (("dp,tp", 4, rank, (0, 1, 2, 3)), 15.0) for rank in range(4)
+    ]
+    assert ranks(8, holders_of, "dp2,tp4", (), 2)[6] == (("dp,tp", 4, 2, (2, 3, 6, 7)), 204.0)
+    assert ranks(4, holders_of, "dp2,tp2", (), 1)[1] == (("dp", 2, 0, (1, 3)), 10.0)
+    tied = ranks(8, holders_of, "pp4,tp2", (0, 3), 2)
+    assert tied[1] == (("pp,tp", 4, 1, (0, 1, 6, 7)), 195.0)
+    assert tied[2] == (("pp,tp", 1, 0, (2,)), 4.0)
 
 
 def test_on_gloo_all_messages_travel_on_the_pipeline_axis(ranks: RankPool) -> None:

@@ -276,7 +276,7 @@ def test_weights_are_the_same_bits_on_all_ranks_and_layouts(ranks: RankPool) -> 
 
 
 def test_a_layout_that_cannot_be_trained_yet_is_refused(ranks: RankPool) -> None:
-    for layout in ("tp2,dp2", "cp4", "tp2,fsdp2", "tp2,pp2", "cp2,fsdp2:zero1"):
+    for layout in ("cp4", "cp2,fsdp2:zero1"):
         for message in ranks(4, refused, str(Layout.parse(layout))):
             assert f"{layout[:2]}={layout[2]}" in message
 

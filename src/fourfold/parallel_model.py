@@ -301,6 +301,7 @@ def _cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorPa
     model.cross_entropy = partial(
         vocabulary_parallel_cross_entropy_sum, axis=mesh.tp, first=first, vocab_size=model.spec.vocab_size
     )
+    model.vocabulary_ranks = mesh.tp.size
     return parallel
 
 

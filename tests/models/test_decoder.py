@@ -108,7 +108,7 @@ def test_attention_is_called_through_one_replaceable_place():
         layer.self_attn.attend = attend
     model.loss_sum(batch).backward()
     options = {"documents": ((4, 8),), "window": None, "scale": 0.25}
-    assert calls == [((1, 12, 4, 16), (1, 12, 2, 16), (1, 12, 2, 16), options)] * spec.num_hidden_layers
+    assert calls == [((1, 12, 8, 16), (1, 12, 4, 16), (1, 12, 4, 16), options)] * spec.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ from fourfold.specs import (
     ModelSpec,
     Placement,
 )
+from fourfold.specs.layout import TP_OPTIONS
 
 TINY = PRESETS["tiny"]  # 4 layers, 4 heads, 2 key/value heads, intermediate 88
 
@@ -52,12 +53,15 @@ def test_all_ones_prints_as_dp1():
 degrees = st.sampled_from([1, 1, 2, 3, 8])
 words = st.none() | st.from_regex(r"[a-z0-9-]+", fullmatch=True)
 placements = st.sampled_from(list(PLACEMENTS))
+channels = st.sampled_from([None, *TP_OPTIONS])
 schedules = st.sampled_from(["gpipe", "1f1b", "1f1b3", "interleaved2", "zb-h1", "my/own.csv"])
 
 
 @given(
     st.fixed_dictionaries(dict.fromkeys(AXES, degrees)),
-    st.fixed_dictionaries(dict.fromkeys(AXES, words) | {"fsdp": placements, "pp": st.none() | schedules}),
+    st.fixed_dictionaries(
+        dict.fromkeys(AXES, words) | {"fsdp": placements, "pp": st.none() | schedules, "tp": channels}
+    ),
 )
 def test_round_trip(sizes, options):
     layout = Layout(**sizes, options={axis: option for axis, option in options.items() if option})
@@ -131,9 +135,10 @@ def test_every_rule_with_values_that_work():
     assert problems("pp5,cp5,tp3", world_size=75) == [
         "pp=5 is more than num_hidden_layers=4 (Layer axis): use pp=4 or less",
         "cp=5 does not divide sequence_length=64 (Sequence axis): use cp=1, 2, 4, 8, 16 or 32",
-        "tp=3 does not divide num_attention_heads=4 (Channel axis): use tp=1, 2 or 4",
-        "tp=3 neither divides num_key_value_heads=2 nor is a multiple of it (Channel axis): use tp=1, 2 or 4",
-        "tp=3 does not divide intermediate_size=88 (Channel axis): use tp=1, 2 or 4",
+        "tp=3 does not divide num_attention_heads=8 (Channel axis): use tp=1, 2, 4 or 8",
+        "tp=3 neither divides num_key_value_heads=4 nor is a multiple of it (Channel axis): "
+        "use tp=1, 2, 4 or 8",
+        "tp=3 does not divide intermediate_size=88 (Channel axis): use tp=1, 2, 4 or 8",
     ]
     eight_heads = ModelSpec(
         vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=8
@@ -205,14 +210,12 @@ def test_what_cannot_be_run_yet():
         assert Layout.parse(text).runnable_problems() == []
     assert Layout.parse("pp2:1f1b,cp2:ring,tp2").runnable_problems() == [
         "cp=2 (Sequence axis) cannot be run yet: use dp8",
-        "tp=2 (Channel axis) cannot be run yet: use dp8",
         "option 'ring' of cp cannot be run yet: leave it out, use dp8",
     ]
     with pytest.raises(UserError) as caught:
         Layout.parse("dp3,tp2").validate(TINY, batch=8, microbatches=1, sequence_length=64, world_size=6)
     assert caught.value.messages == (
         "dp=3 does not divide batch=8 (Batch axis): use batch=6 or 9, or dp=1, 2, 4 or 8",
-        "tp=2 (Channel axis) cannot be run yet: use dp6",
     )
 
 

@@ -116,7 +116,14 @@ def in_parts(shape: Sequence[int], dim: int, ranks: int, *, groups: int | None =
 
 
 def vocabulary(shape: Sequence[int], ranks: int) -> Cut:
-    """The cut of an embedding or a head by tokens of the vocabulary, of any size: no padding is needed."""
+    """The cut of an embedding or a head by tokens of the vocabulary, of any size: no padding is needed.
+
+    Raises ValueError where there are more ranks than tokens.
+    """
     size = shape[0]
+    if size < ranks:
+        raise ValueError(
+            f"tp={ranks} is more than the {size} tokens of the vocabulary: use tp={size} or less"
+        )
     runs = tuple(((size * r // ranks, size * (r + 1) // ranks),) for r in range(ranks))
     return Cut(tuple(shape), 0, runs)

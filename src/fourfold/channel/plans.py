@@ -47,13 +47,15 @@ class Plan:
     Attributes:
         branches: by the names of their modules, in which ``*`` stands for a layer's number.
         embedding: the name of the token embedding, cut by vocabulary.
-        head: the name of the projection to the vocabulary.
+        head: the name of the projection to the vocabulary, cut by vocabulary too.
+        last_norm: the name of the module before the head, where the stream enters it.
         transposed: whether weights lie as (in, out), as in GPT-2's Conv1D.
     """
 
     branches: Mapping[str, Branch]
     embedding: str | None = None
     head: str | None = None
+    last_norm: str | None = None
     transposed: bool = False
 
     def branch(self, name: str) -> Branch | None:
@@ -78,6 +80,7 @@ def llama_plan(heads: int, kv_heads: int) -> Plan:
         },
         embedding="model.embed_tokens",
         head="lm_head",
+        last_norm="model.norm",
     )
 
 
@@ -94,5 +97,6 @@ def gpt2_plan(heads: int) -> Plan:
         },
         embedding="transformer.wte",
         head="lm_head",
+        last_norm="transformer.ln_f",
         transposed=True,
     )

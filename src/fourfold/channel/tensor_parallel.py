@@ -92,6 +92,7 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
             local = nn.Parameter(held, requires_grad=parameter.requires_grad)
             for module, attribute in sites[name]:
                 setattr(module, attribute, local)
+                _tell_sizes_(module)
     parallel = TensorParallel(axis, cuts, sequence_parallel=sequence_parallel)
     for name, module in model.named_modules():
         if branch := plan.branch(name):
@@ -102,9 +103,22 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
         first = cuts[f"{plan.embedding}.weight"].runs[axis.rank][0][0]
         look_up_own_rows_(embedding, first)
         embedding.register_forward_hook(lambda _module, _args, out: parallel.leave(out))
-    if plan.head is not None:
-        _enter_at_(model.get_submodule(plan.head), parallel)
+    if plan.last_norm is not None:
+        norm = model.get_submodule(plan.last_norm)
+        norm.register_forward_hook(lambda _module, _args, out: parallel.enter(out))
     return parallel
+
+
+def _tell_sizes_(module: nn.Module) -> None:
+    """Let a module's own sizes be those of its weight."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings = weight.shape[0]
+    elif hasattr(module, "nf"):  # Hugging Face's Conv1D, which shapes its output by it
+        setattr(module, "nf", weight.shape[1])  # noqa: B010 - a plain number, unknown to nn.Module
 
 
 def _cuts(model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool) -> dict[str, Cut]:

@@ -7,9 +7,10 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.memory import tokens_of_logits
 from fourfold.models.attention import attention
 from fourfold.models.batch import Microbatch
-from fourfold.models.loss import cross_entropy_sum
+from fourfold.models.loss import cross_entropy_sum, sum_over_chunks
 from fourfold.models.norm import RMSNorm
 from fourfold.models.rope import Rotary, rotate
 from fourfold.specs import ModelSpec
@@ -137,7 +138,8 @@ class Decoder(nn.Module):
 
     Parameters have Hugging Face's names and lie in nn.Linear, nn.Embedding and RMSNorm only. There are no
     buffers. A tied head is the very parameter of the embedding. `cross_entropy` gives the loss from logits
-    and labels: an attribute, so that a plan that splits the vocabulary can put its own in place.
+    (N, V) and labels (N,): an attribute, so that a plan that cuts the vocabulary over `vocabulary_ranks` can
+    put its own in place.
     """
 
     def __init__(self, spec: ModelSpec):
@@ -147,6 +149,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.rotary = Rotary(spec)
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.vocabulary_ranks = 1
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -187,13 +190,25 @@ class Decoder(nn.Module):
 
     def _head(self, x_BSC: Tensor | None, batch: Microbatch) -> Tensor:
         assert x_BSC is not None
-        return self.cross_entropy(self._logits(x_BSC), batch.labels_BS)
+        self._check_tied()
+        return sum_over_chunks(
+            lambda x_NC, labels_N: self.cross_entropy(self.lm_head(x_NC), labels_N),
+            self.model.norm(x_BSC),
+            batch.labels_BS,
+            parameters=[self.lm_head.weight],
+            tokens=tokens_of_logits(
+                self.spec.vocab_size, itemsize=x_BSC.itemsize, ranks=self.vocabulary_ranks
+            ),
+        )
 
     def _logits(self, x_BSC: Tensor) -> Tensor:
+        self._check_tied()
+        return self.lm_head(self.model.norm(x_BSC))
+
+    def _check_tied(self) -> None:
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         if self.spec.tie_word_embeddings and not tied:
             raise RuntimeError(
                 "the head is not tied any more (to_empty makes a new parameter for each place): "
                 "build the model on its device, or lay it out with fourfold.parallelize"
             )
-        return self.lm_head(self.model.norm(x_BSC))

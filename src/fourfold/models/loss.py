@@ -1,5 +1,6 @@
 """The loss of next-token prediction, as a sum over tokens."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,58 @@ def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     if labels_BS.device.type == "cpu":
         check_labels(labels_BS, logits_BSV.shape[-1])
     return _CrossEntropySum.apply(logits_BSV.flatten(0, -2), labels_BS.flatten())
+
+
+def sum_over_chunks(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    x_BSC: Tensor,
+    labels_BS: Tensor,
+    *,
+    parameters: Sequence[Tensor],
+    tokens: int,
+) -> Tensor:
+    """Return the sum of `loss_of` over chunks of tokens, of which only one's logits exist at a time.
+
+    [Note: logits of one chunk] The logits of a large vocabulary are the largest tensor of a step. A chunk's
+    forward drops them, and its backward makes them again. Those of the last chunk are kept, since the
+    backward starts with it: where all tokens are one chunk, nothing is made twice.
+
+    Args:
+        loss_of: gives the summed loss from (N, C) inputs and (N,) labels.
+        x_BSC: the inputs.
+        labels_BS: the labels.
+        parameters: those that `loss_of` uses.
+        tokens: of a chunk, at most.
+    """
+    xs, labels = x_BSC.flatten(0, -2).split(tokens), labels_BS.flatten().split(tokens)
+    dropped = [
+        _Recomputed.apply(loss_of, x, y, *parameters) for x, y in zip(xs[:-1], labels[:-1], strict=True)
+    ]
+    kept = loss_of(xs[-1], labels[-1])
+    return torch.stack([*dropped, kept]).sum() if dropped else kept
+
+
+class _Recomputed(torch.autograd.Function):
+    """A loss whose backward computes its forward again."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_of: Any, x_NC: Tensor, labels_N: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.loss_of, ctx.parameters = loss_of, parameters
+        ctx.save_for_backward(x_NC, labels_N)
+        return loss_of(x_NC, labels_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_NC, labels_N = ctx.saved_tensors
+        inputs = [x_NC.detach().requires_grad_(), *ctx.parameters]
+        with torch.enable_grad():
+            loss = ctx.loss_of(inputs[0], labels_N)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        # A gradient may be None: a layer may add its own in place (see `fourfold.weight_gradients`).
+        found = iter(torch.autograd.grad(loss, wanted, grad, allow_unused=True))
+        gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
+        return None, gradients[0], None, *gradients[1:]
 
 
 def check_labels(labels_BS: Tensor, vocab_size: int) -> None:

@@ -13,7 +13,7 @@ _TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 128,
 }
 

@@ -1,0 +1,242 @@
+"""Plain modules cut in place."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fourfold.channel.parts import assembled
+from fourfold.channel.plans import Branch, Columns, Plan, gpt2_plan, llama_plan
+from fourfold.channel.tensor_parallel import TensorParallel, tensor_parallel_
+from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from fourfold.collectives import all_gather, record
+from fourfold.data import SyntheticDataset
+from fourfold.errors import UserError
+from fourfold.mesh import Mesh
+from fourfold.specs import Layout, ModelSpec
+from fourfold.training import initialized, rank_batches
+from tests.ranks import RankPool
+
+
+class Net(nn.Module):
+    """A stream, one branch with biases, and a norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return self.norm(self.branch(x_BSC))
+
+
+NET_PLAN = Plan(branches={"branch": Branch({"0": Columns()}, rows=("2",))})
+
+
+def summed_and_whole(parallel: TensorParallel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole gradients, from what the ranks computed, by nothing but the cuts."""
+    found = {}
+    tp = parallel.axis
+    for name, gradient in gradients.items():
+        cut = parallel.cuts[name]
+        parts = (
+            list(all_gather(gradient[None], tp))
+            if len({cut.local_shape(r) for r in range(tp.size)}) == 1
+            else None
+        )
+        if parts is None:
+            shapes = [torch.Size(cut.local_shape(rank)) for rank in range(tp.size)]
+            counts = [shape.numel() for shape in shapes]
+            flat = all_gather(gradient.flatten(), tp, counts=counts).split(counts)
+            parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        if cut.adds_up:
+            groups = [parts[first : first + cut.copies] for first in range(0, tp.size, cut.copies)]
+            parts = [torch.stack(group).sum(0) for group in groups for _ in group]
+        found[name] = assembled(parts, cut)
+    return found
+
+
+def net_on_a_rank(
+    net: Net, x_BSC: Tensor, *, cut_stream: bool
+) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The output, whole; the gradients of the sum of its squares, whole; the collectives."""
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    net = copy.deepcopy(net)
+    parallel = tensor_parallel_(net, NET_PLAN, mesh.tp, sequence_parallel=cut_stream)
+    mine = x_BSC.chunk(mesh.tp.size, 1)[mesh.tp.rank] if cut_stream else x_BSC
+    with record() as events:
+        out = net(mine)
+        out.square().sum().backward()
+    ops = [event.op for event in events]
+    if cut_stream:
+        out = all_gather(out.detach().transpose(0, 1).contiguous(), mesh.tp).transpose(0, 1)
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return out.detach(), summed_and_whole(parallel, gradients), ops  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut_stream", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_collectives_a_branch_and_biases_once(ranks: RankPool, size: int, cut_stream: bool) -> None:
+    """Output and every gradient as on one rank: row-wise biases are added once, and learn at full speed."""
+    torch.manual_seed(0)
+    net = Net().double()
+    x_BSC = torch.randn(2, 8, 4, dtype=torch.float64)
+    expected = net(x_BSC)
+    expected.square().sum().backward()
+    for out, gradients, ops in ranks(size, net_on_a_rank, net, x_BSC, cut_stream=cut_stream):
+        torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-14)
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=0, atol=1e-13, msg=lambda m, name=name: name + m
+            )
+        if cut_stream:
+            assert ops == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"][: len(ops)]
+            assert len(ops) >= 3  # the stream's own gradient is asked for by nobody here
+        else:
+            assert ops == ["all_reduce"]
+
+
+def bias_on_a_rank() -> tuple[list[float], list[float]]:
+    """A row-wise layer of ones with a bias: its output for (1, 2, 3, 4), and the bias's gradient."""
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    net = nn.Sequential()
+    net.branch = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
+    with torch.no_grad():
+        net.branch[0].weight.copy_(torch.eye(4))
+        net.branch[1].weight.fill_(1)
+        net.branch[1].bias.copy_(torch.tensor([100.0, 200, 300]))
+    plan = Plan(branches={"branch": Branch({"0": Columns()}, rows=("1",))})
+    tensor_parallel_(net, plan, mesh.tp, sequence_parallel=False)
+    out = net.branch(torch.tensor([[[1.0, 2, 3, 4]] * 3]).view(1, 3, 4))
+    out.sum().backward()
+    return out[0, 0].tolist(), net.branch[1].bias.grad.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_row_wise_bias_counts_once(ranks: RankPool, size: int) -> None:
+    assert ranks(size, bias_on_a_rank) == [([110, 210, 310], [3, 3, 3])] * size
+
+
+def hugging_face(kind: str) -> tuple[Any, Plan]:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=61,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
+        )
+        return transformers.GPT2LMHeadModel(config).double(), gpt2_plan(4)
+    kinds = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    }
+    config_class, model_class = kinds[kind]
+    config = config_class(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=kind == "qwen3",
+    )  # fmt: skip
+    return model_class(config).double(), llama_plan(8, 2)
+
+
+def labelled(ids_BS: Tensor) -> Tensor:
+    return torch.where(ids_BS % 5 == 0, -100, ids_BS)
+
+
+def transformer_on_a_rank(kind: str, ids_BS: Tensor) -> tuple[float, dict[str, Tensor]]:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    model, plan = hugging_face(kind)
+    parallel = tensor_parallel_(model, plan, mesh.tp, sequence_parallel=False)
+    ((first, _),) = parallel.cuts[f"{plan.embedding}.weight"].runs[mesh.tp.rank]
+    logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+    loss = vocabulary_parallel_cross_entropy_sum(
+        logits_BSV * 1, labelled(ids_BS), axis=mesh.tp, first=first, vocab_size=61
+    )
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return float(loss.detach()), summed_and_whole(parallel, gradients)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_hugging_faces_models(ranks: RankPool, kind: str, size: int) -> None:
+    """Loss and every gradient; on 4 ranks each key/value head of the grouped ones is on two."""
+    ids_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
+    model, _ = hugging_face(kind)
+    logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+    expected = nn.functional.cross_entropy(
+        logits_BSV.flatten(0, 1), labelled(ids_BS).flatten(), reduction="sum"
+    )
+    expected.backward()
+    # Their RMSNorm rounds to float32 on the way, where two sums that differ in the last bit may part.
+    tolerance = 1e-12 if kind == "gpt2" else 1e-6
+    for loss, gradients in ranks(size, transformer_on_a_rank, kind, ids_BS):
+        assert loss == pytest.approx(float(expected.detach()), rel=tolerance)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            error = (gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+            # k_proj.bias of a softmax over keys has a gradient of pure rounding noise.
+            assert error < tolerance or name.endswith("k_proj.bias"), (name, error)
+
+
+def refusal() -> str:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    model, _ = hugging_face("llama")
+    with pytest.raises(UserError) as caught:
+        tensor_parallel_(model, llama_plan(8, 3), mesh.tp, sequence_parallel=False)
+    return str(caught.value)
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_is_cut(ranks: RankPool) -> None:
+    for message in ranks(2, refusal):
+        assert (
+            "model.layers.0.self_attn.k_proj.weight: tp=2 neither divides 3 groups nor is a multiple"
+            in message
+        )
+
+
+def replicas_after_steps(layout: str) -> dict[str, list[str]]:
+    """The bits of every parameter that several ranks of tp hold alike, on each of them, after 5 steps."""
+    mesh = Mesh(Layout.parse(layout))
+    spec = ModelSpec.preset("tiny-qwen3").replace({"num_key_value_heads": 2, "attention_bias": True})
+    parallel = initialized(spec, mesh, microbatches=1, dtype="float32", seed=0, sequence_length=16)
+    data = SyntheticDataset(spec.vocab_size, 16, 0)
+
+    def update(_: Tensor) -> None:
+        for unit in parallel.units:
+            unit.master.sub_(unit.summed, alpha=0.1)
+        parallel.publish_()
+
+    for step in range(5):
+        batches = rank_batches(data, mesh, step=step, batch=4, microbatches=1)
+        parallel.step(batches, valid_tokens=data.valid_tokens(step, 4), update=update)
+    weights = dict(parallel.model.named_parameters())
+    found = {}
+    for name, cut in parallel.cuts.items():
+        parts = all_gather(weights[name].detach().contiguous()[None], mesh.tp) if cut.copies > 1 else []
+        found[name] = [
+            "same" if torch.equal(parts[rank], parts[rank // cut.copies * cut.copies]) else "different"
+            for rank in range(len(parts))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp4:allreduce", "dp2,tp2"])
+def test_what_ranks_hold_alike_stays_alike(ranks: RankPool, layout: str) -> None:
+    """Norms, and with fewer key/value heads than ranks their projections and biases: bit for bit."""
+    compared = 0
+    for found in ranks(4 if layout != "tp2" else 2, replicas_after_steps, layout):
+        for name, verdicts in found.items():
+            assert set(verdicts) <= {"same"}, name
+            compared += len(verdicts) > 0
+    assert compared > 0
