@@ -8,6 +8,7 @@ from platform import python_version
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.checkpoint import save_checkpoint, tokenizer_files
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
@@ -96,6 +97,8 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
         def on_start(model: ParallelModel) -> None:
             if reporter is not None and len(model.stages) > 1:
                 reporter.console.print(_stages(model))
+            if reporter is not None and model.tensor_parallel is not None:
+                reporter.console.print(_stream(model.tensor_parallel))
 
         files = tokenizer_files(tokenizer)  # read now: they may be gone later
         try:
@@ -162,6 +165,13 @@ def _stages(model: ParallelModel) -> str:
         lines.append(f"stage {number} on pipeline rank {place[first]}: {held}")
         first += len(names)
     return "\n".join(lines)
+
+
+def _stream(parallel: TensorParallel) -> str:
+    """Say how tensor parallelism keeps the residual stream."""
+    if parallel.sequence_parallel:
+        return f"tp={parallel.axis.size}: the residual stream is cut by tokens (sequence parallelism)"
+    return f"tp={parallel.axis.size}: every rank has the whole residual stream"
 
 
 def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, object]:

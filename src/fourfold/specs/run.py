@@ -263,6 +263,11 @@ class RunSpec(Spec):
                 "(Batch axis), and optimizer.name='muon' needs them whole: use sharding.pieces='blocks' or "
                 "'auto', or optimizer.name='adamw'"
             )
+        if self.optimizer.name == "muon" and self.layout.tp > 1:
+            problems.append(
+                f"tp={self.layout.tp} cuts every matrix (Channel axis), and optimizer.name='muon' needs them "
+                "whole: use tp=1, or optimizer.name='adamw'"
+            )
         return problems
 
     def problems(self, *, vocab_size: int | None = None, world_size: int | None = None) -> list[str]:
