@@ -40,22 +40,25 @@ def test_the_events_are_on_the_gradient_group_of_the_batch_axis(layout: str) -> 
 
 
 def test_the_events_of_replicas_of_pieces() -> None:
-    """Weights in bfloat16 are gathered, gradients in float32 scattered, own pieces summed over replicas."""
-    units = [size(6, 4, rank=1, dtype="bfloat16", nbytes=2), size(3, 5, rank=1, dtype="bfloat16", nbytes=2)]
+    """Weights in bfloat16 are gathered, gradients in float32 scattered, own pieces summed over replicas.
+
+    The ranks of cp own pieces too.
+    """
+    units = [size(*counts, rank=1, dtype="bfloat16", nbytes=2) for counts in ((1, 4, 2, 3), (2, 3, 3, 0))]
     sharding = Sharding(FSDP, prefetch=0)
     program = one_stage(2, 1, sharding=sharding, lookups=frozenset({0}), replicated=True)
     assert written(program) == (
         "0GATHER0 0F0 0FREE0 1GATHER0 1F0 LOSS 1B0 1REDUCE 1FREE0 0B0 0REDUCE 1ALLREDUCE 0ALLREDUCE UPDATE"
     )
     assert events_of(program, "dp3,fsdp2,cp2", *units) == [
-        Event("all_gather", "fsdp", 20, "bfloat16"),
-        Event("all_gather", "fsdp", 16, "bfloat16"),
+        Event("all_gather", "fsdp,cp", 20, "bfloat16"),
+        Event("all_gather", "fsdp,cp", 16, "bfloat16"),
         Event("all_reduce", "dp,fsdp,cp", 8, "float64"),
-        Event("reduce_scatter", "fsdp", 32, "float32"),
-        Event("reduce_scatter", "fsdp", 40, "float32"),
-        Event("all_reduce", "dp,cp", 20, "float32"),
-        Event("all_reduce", "dp,cp", 16, "float32"),
-        Event("all_reduce", "fsdp", 8, "float64"),
+        Event("reduce_scatter", "fsdp,cp", 32, "float32"),
+        Event("reduce_scatter", "fsdp,cp", 40, "float32"),
+        Event("all_reduce", "dp", 12, "float32"),
+        Event("all_reduce", "dp", 16, "float32"),
+        Event("all_reduce", "fsdp,cp", 8, "float64"),
     ]
 
 

@@ -32,8 +32,8 @@ def step_events(
             dtype that computation runs in; of the S / tp tokens of a rank with sequence parallelism.
         channel: what the segments send on the tp axis.
     """
-    shards = layout.axis_name("fsdp")
-    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", "fsdp", "tp")
+    shards = layout.axis_name(*layout.shard_axes)
+    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", *layout.shard_axes, "tp")
     dtype = next(iter(units.values())).weight_dtype
     events: list[Event] = []
     for action in program.ranks[rank]:
@@ -65,4 +65,4 @@ def step_events(
 def _replicas(program: Program, unit: int, layout: Layout, *, over_tp: bool) -> str:
     """The name of the axis of the ranks that hold the same piece of a unit and add up its gradient."""
     ends = ("pp",) if len(program.holders(unit)) > 1 else ()
-    return layout.axis_name(*ends, "dp", "cp", *(("tp",) if over_tp else ()))
+    return layout.axis_name(*ends, *layout.replica_axes, *(("tp",) if over_tp else ()))

@@ -5,8 +5,8 @@ axis that talks most.
 
 [Note: groups in one order] A process group comes into being only when every rank of the job asks for it,
 its members or not, in the same order. So a mesh makes all its groups at once, from the layout alone: pp, dp,
-fsdp, cp, tp, then data, batch, world, and for each of them the groups of all ranks. Nothing depends on the
-rank or on the data. A group that is not needed is not made: an axis of one rank has none, an axis of all
+fsdp, cp, tp, then data, batch, shards, world, and for each of them the groups of all ranks. Nothing depends
+on the rank or on the data. A group that is not needed is not made: an axis of one rank has none, an axis of all
 ranks is the world's, and axes with the same members share theirs. The groups are made here, not by
 ``init_device_mesh``, which has no timeout and no public way to joint axes; ``Mesh.device_mesh`` hands the
 same groups to torch.
@@ -78,6 +78,7 @@ class Mesh:
         self.tp = self.joint("tp")
         self.data = self.joint(*DATA_AXES)
         self.batch = self.joint(*BATCH_AXES)
+        self.shards = self.joint(*layout.shard_axes)
         self.world = self.joint(*AXES)
 
     def joint(self, *names: str) -> Axis:
@@ -114,6 +115,23 @@ class Mesh:
         group = self._make_groups(members) if len(members[0]) > 1 else None
         name = self.layout.axis_name(*free)
         return Axis(name, len(mine), mine.index(self.rank), mine, group if len(mine) > 1 else None)
+
+    def split(self, name: str, inner: int) -> tuple[Axis, Axis]:
+        """Return an axis as two: the outer one of every ``inner``-th rank, the inner one of neighbours.
+
+        Rank r of the axis is rank ``r // inner`` of the outer one and ``r % inner`` of the inner one. All
+        ranks call it alike.
+        """
+        axis = self.joint(name)
+        whole = _members(self.layout, (name,))
+        outer = tuple(ranks[first::inner] for ranks in whole for first in range(inner))
+        near = tuple(ranks[first : first + inner] for ranks in whole for first in range(0, axis.size, inner))
+        return self._part(name, outer), self._part(name, near)
+
+    def _part(self, name: str, members: Members) -> Axis:
+        mine = next(ranks for ranks in members if self.rank in ranks)
+        group = self._make_groups(members) if len(mine) > 1 else None
+        return Axis(name, len(mine), mine.index(self.rank), mine, group)
 
     def edges(self, pairs: Sequence[tuple[int, int, str]]) -> dict[tuple[int, int, str], Axis]:
         """Return for each (sender, receiver, kind of message) of pipeline ranks what its messages travel on.

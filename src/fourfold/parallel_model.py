@@ -95,7 +95,7 @@ class ParallelModel:
     @property
     def norm_axis(self) -> Axis:
         """The ranks whose counted units together are the whole model, each parameter once."""
-        return self.mesh.joint("pp", "fsdp", "tp")
+        return self.mesh.joint("pp", *self.mesh.layout.shard_axes, "tp")
 
     def step(
         self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]
@@ -243,7 +243,7 @@ def parallelize(
         model,
         {piece.name: piece.modules for piece in pieces},
         rank_of_segment=rank_of_segment,
-        shards=mesh.fsdp.size,
+        shards=mesh.shards.size,
         pieces=sharding.pieces,
         dtype=dtype,
         copies=_copies(tensor_parallel),
@@ -313,7 +313,7 @@ def _copies(tensor_parallel: TensorParallel | None) -> Mapping[str, Copies]:
 def _is_replicated(spec: UnitSpec, mesh: Mesh) -> bool:
     """Whether ranks besides those of fsdp add to a unit's gradient."""
     on_tp = spec.copies.count if spec.copies.add_up else 1
-    return mesh.layout.size("dp", "cp") * len(spec.holders) * on_tp > 1
+    return mesh.layout.size(*mesh.layout.replica_axes) * len(spec.holders) * on_tp > 1
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torc
     units = {}
     for number, spec in enumerate(specs):
         copies = spec.copies.count if spec.copies.add_up else 1
-        replicas = mesh.sharing("dp", "cp", stages=spec.holders, copies=copies)
+        replicas = mesh.sharing(*mesh.layout.replica_axes, stages=spec.holders, copies=copies)
         if mesh.pp.rank in spec.holders:
             units[number] = Unit(
                 spec.name,
@@ -387,7 +387,7 @@ def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torc
                 sites,
                 pieces=spec.pieces,
                 placement=mesh.layout.placement,
-                shards=mesh.fsdp,
+                shards=mesh.shards,
                 replicas=replicas,
                 dtype=dtype,
                 master_dtype=spec.master_dtype,

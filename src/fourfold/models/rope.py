@@ -43,8 +43,7 @@ def cos_sin(spec: ModelSpec, batch: Microbatch, dtype: torch.dtype) -> tuple[Ten
     positions_BS = batch.position_ids_BS
     lengths_BS = None
     if spec.rope_scaling is not None and spec.rope_scaling.rope_type in ("dynamic", "longrope"):
-        rows = [torch.tensor(row).repeat_interleave(torch.tensor(row)) for row in batch.documents]
-        lengths_BS = torch.stack(rows).to(positions_BS.device)
+        lengths_BS = batch.token_lengths.to(positions_BS.device)
     frequencies = inverse_frequencies(spec, high, positions_BS.device, lengths_BS)
     angles_BS1D = (positions_BS.to(high)[..., None] * frequencies).unsqueeze(2)
     factor = attention_factor(spec)

@@ -113,6 +113,16 @@ class Layout:
         """The order in which pipeline ranks work on microbatches: 1f1b unless said otherwise."""
         return ScheduleName.parse(self.options.get("pp", "1f1b"))
 
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks own a piece of each unit: where weights are cut, over the cp ranks too."""
+        return ("fsdp", "cp") if self.fsdp > 1 else ("fsdp",)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks own the same pieces, and compute other summands of their gradients."""
+        return tuple(axis for axis in BATCH_AXES if axis not in self.shard_axes)
+
     def sequence_parallel(self, sequence_length: int) -> bool:
         """Whether tp cuts the residual stream by tokens: unless told not to, where its ranks divide them."""
         tokens, rest = divmod(sequence_length, self.cp)
