@@ -13,7 +13,6 @@ import fourfold.batch.units as batch_units
 from fourfold.batch.units import master_dtype
 from fourfold.collectives import all_reduce_
 from fourfold.data import SyntheticDataset
-from fourfold.errors import UserError
 from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
@@ -194,12 +193,6 @@ def test_frozen_parameters_keep_their_values_and_have_no_gradient(ranks: RankPoo
                 torch.testing.assert_close(weight, moved[name], rtol=1e-6, atol=1e-9)
 
 
-def refused(layout: str) -> str:
-    with pytest.raises(UserError) as caught:
-        parallelize(on_meta("tiny"), mesh=Mesh(Layout.parse(layout)))
-    return str(caught.value)
-
-
 @contextmanager
 def fresh_memory_is_not_a_number() -> Iterator[None]:
     """Let torch fill what it allocates without values with NaN."""
@@ -273,12 +266,6 @@ def test_weights_are_the_same_bits_on_all_ranks_and_layouts(ranks: RankPool) -> 
         assert {first for first, _ in found} == {alone}
         assert len({last for _, last in found}) == 1
         assert found[0][1] != alone
-
-
-def test_a_layout_that_cannot_be_trained_yet_is_refused(ranks: RankPool) -> None:
-    for layout in ("cp4", "cp2,fsdp2:zero1"):
-        for message in ranks(4, refused, str(Layout.parse(layout))):
-            assert f"{layout[:2]}={layout[2]}" in message
 
 
 SHARDED = ["fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2"]

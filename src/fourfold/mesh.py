@@ -6,8 +6,8 @@ axis that talks most.
 [Note: groups in one order] A process group comes into being only when every rank of the job asks for it,
 its members or not, in the same order. So a mesh makes all its groups at once, from the layout alone: pp, dp,
 fsdp, cp, tp, then data, batch, shards, world, and for each of them the groups of all ranks. Nothing depends
-on the rank or on the data. A group that is not needed is not made: an axis of one rank has none, an axis of all
-ranks is the world's, and axes with the same members share theirs. The groups are made here, not by
+on the rank or on the data. A group that is not needed is not made: an axis of one rank has none, an axis of
+all ranks is the world's, and axes with the same members share theirs. The groups are made here, not by
 ``init_device_mesh``, which has no timeout and no public way to joint axes; ``Mesh.device_mesh`` hands the
 same groups to torch.
 """

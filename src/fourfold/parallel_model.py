@@ -19,7 +19,6 @@ from fourfold.channel.plans import decoder_plan
 from fourfold.channel.tensor_parallel import TensorParallel, tensor_parallel_
 from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
 from fourfold.collectives import all_gather, broadcast_
-from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
@@ -230,9 +229,6 @@ def parallelize(
         sequence_length: tokens of a sequence. It decides what attention costs beside the head where layers
             are dealt to pipeline stages, and whether the ranks of tp can divide the tokens.
     """
-    problems = mesh.layout.runnable_problems()
-    if problems:
-        raise UserError(*problems)
     tensor_parallel = _cut_channels_(model, mesh, sequence_length)
     stages = _stages(model, mesh, microbatches, sequence_length, dtype)
     pieces = [piece for stage in stages.pieces for piece in stage]

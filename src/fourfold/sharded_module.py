@@ -38,7 +38,7 @@ from fourfold.errors import UserError, choices
 from fourfold.mesh import Mesh
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
-from fourfold.specs import ShardingSection
+from fourfold.specs import AXIS_WORDS, ShardingSection
 
 PIECES = get_args(ShardingSection.model_fields["pieces"].annotation)
 BUILD = "build it from parameters() of what fourfold.shard returns"
@@ -351,7 +351,12 @@ def shard(
 
     Raises UserError with all that is wrong with the arguments.
     """
-    problems = mesh.layout.runnable_problems()
+    problems = [
+        f"{axis}={mesh.layout.size(axis)} ({AXIS_WORDS[axis]} axis): a module of any kind is cut over dp and "
+        f"fsdp alone; use {axis}=1"
+        for axis in ("pp", "cp", "tp")
+        if mesh.layout.size(axis) > 1
+    ]
     if pieces not in PIECES:
         problems.append(f"pieces='{pieces}' does not exist: use {choices(PIECES)}")
     originals = list(module.parameters())

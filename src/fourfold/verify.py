@@ -203,8 +203,7 @@ def _run_layout(
     for step in range(steps):
         batches = rank_batches(data, mesh, step=step, batch=batch, microbatches=microbatches)
         mine = sum(int((microbatch.labels_BS != IGNORE).sum()) for microbatch in batches)
-        found = all_gather(torch.tensor([mine], device=mesh.device), mesh.batch)
-        counts.append(found.view(mesh.data.size, -1).sum(1).tolist())  # the ranks of cp share rows
+        counts.append(all_gather(torch.tensor([mine], device=mesh.device), mesh.data).tolist())
         valid_tokens = data.valid_tokens(step, batch)
         agree = agree and valid_tokens == sum(counts[-1])
         loss_sum = parallel.step(batches, valid_tokens=valid_tokens, update=update)

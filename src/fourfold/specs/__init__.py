@@ -6,7 +6,6 @@ from fourfold.specs.layout import (
     AXIS_WORDS,
     BATCH_AXES,
     DATA_AXES,
-    RUNNABLE_AXES,
     Layout,
 )
 from fourfold.specs.model import ModelSpec
@@ -34,7 +33,6 @@ __all__ = [
     "PLACEMENTS",
     "PRESETS",
     "REPLICATED",
-    "RUNNABLE_AXES",
     "SCHEDULE_RULES",
     "DataSection",
     "EvaluationSection",

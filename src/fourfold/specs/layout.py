@@ -22,8 +22,6 @@ BATCH_AXES = ("dp", "fsdp", "cp")
 DATA_AXES = ("dp", "fsdp")
 # What an axis cuts, for messages.
 AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
-# The axes that this release can run, with their options.
-RUNNABLE_AXES = ("pp", "dp", "fsdp", "tp")
 # Options of tp: the residual stream whole on every rank, or by default cut by tokens where they divide.
 TP_OPTIONS = ("allreduce",)
 
@@ -51,6 +49,7 @@ class Layout:
         problems += _schedule_problems(self.options.get("pp"))
         if (option := self.options.get("tp")) not in (None, *TP_OPTIONS):
             problems.append(_unknown_tp_option(option))
+        problems += _cp_problems(self.cp, self.options.get("cp"))
         if problems:
             raise UserError(*problems)
 
@@ -84,6 +83,8 @@ class Layout:
                 problems += unknown
             elif axis == "tp" and option not in (None, *TP_OPTIONS):
                 problems.append(_unknown_tp_option(option))
+            elif axis == "cp" and degree.isdigit() and (wrong := _cp_problems(int(degree), option)):
+                problems += wrong
             elif option is not None and axis in AXES:
                 options[axis] = option
         if problems:
@@ -112,6 +113,33 @@ class Layout:
     def schedule(self) -> ScheduleName:
         """The order in which pipeline ranks work on microbatches: 1f1b unless said otherwise."""
         return ScheduleName.parse(self.options.get("pp", "1f1b"))
+
+    def ulysses(self, model: ModelSpec) -> int:
+        """How many ranks of cp exchange tokens for heads; between the groups of so many is a ring.
+
+        As many as the heads allow, unless the layout says otherwise: such an exchange sends less than a ring
+        from a few ranks on, and leaves attention in one piece.
+        """
+        option = self.options.get("cp")
+        if option is not None:
+            return 1 if option == "ring" else int(option.removeprefix("ulysses") or self.cp)
+        return max(size for size in divisors(self.cp) if not self._ulysses_problems(model, size))
+
+    def _ulysses_problems(self, model: ModelSpec, size: int) -> list[str]:
+        """The rules of heads that ``size`` ranks break: whole query heads, and equal copies of the others."""
+        heads = model.num_attention_heads // self.tp
+        kv_heads = max(1, model.num_key_value_heads // self.tp)
+        rules = {
+            f"does not divide num_attention_heads{self._over_tp}={heads}": heads % size == 0,
+            f"neither divides num_key_value_heads{self._over_tp}={kv_heads} nor is a multiple of it": (
+                kv_heads % size == 0 or size % kv_heads == 0
+            ),
+        }
+        return [rule for rule, kept in rules.items() if not kept]
+
+    @property
+    def _over_tp(self) -> str:
+        return "" if self.tp == 1 else f"/tp={self.tp}: a rank has"
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -157,12 +185,8 @@ class Layout:
         if self.pp * stages_per_rank > model.num_hidden_layers:
             problems.append(self._too_many_stages(model.num_hidden_layers, stages_per_rank))
         problems += self._batch_problems(batch, microbatches)
-        if sequence_length % self.cp:
-            problems.append(
-                f"cp={self.cp} does not divide sequence_length={sequence_length} (Sequence axis): "
-                f"use cp={nearby(divisors(sequence_length), self.cp)}"
-            )
-        problems += self._channel_problems(model)
+        channel = self._channel_problems(model)
+        problems += channel or self._sequence_problems(model)
         if world_size is not None and world_size != self.world_size:
             others = self.world_size // self.dp
             fits = f"use {replace(self, dp=world_size // others)}, or " if world_size % others == 0 else ""
@@ -233,25 +257,21 @@ class Layout:
         fitting = nearby((tp for tp in divisors(heads) if not broken(tp)), self.tp)
         return [f"tp={self.tp} {rule} (Channel axis): use tp={fitting}" for rule in found]
 
-    def runnable_problems(self) -> list[str]:
-        """Return one line for each axis and option that this release cannot run yet."""
-        works = Layout(dp=self.world_size)
-        problems = [
-            f"{axis}={self.size(axis)} ({AXIS_WORDS[axis]} axis) cannot be run yet: use {works}"
-            for axis in AXES
-            if self.size(axis) > 1 and axis not in RUNNABLE_AXES
+    def _sequence_problems(self, model: ModelSpec) -> list[str]:
+        """Where heads are exchanged for tokens, every rank gets whole heads. Sequences have any length."""
+        size = self.ulysses(model)
+        fitting = [value for value in divisors(self.cp) if not self._ulysses_problems(model, value)]
+        written = choices([f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1])
+        others = f"{written}, or cp{self.cp}:ring" if len(fitting) > 1 else f"cp{self.cp}:ring"
+        return [
+            f"ulysses={size} {rule} (Sequence axis): use {others}"
+            for rule in self._ulysses_problems(model, size)
         ]
-        problems += [
-            f"option '{option}' of {axis} cannot be run yet: leave it out, use {works}"
-            for axis, option in self.options.items()
-            if axis not in RUNNABLE_AXES
-        ]
-        return problems
 
     def validate(
         self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None
     ) -> None:
-        """Raise ``UserError`` with every problem, what cannot be run yet among them."""
+        """Raise ``UserError`` with every problem."""
         problems = self.problems(
             model,
             batch=batch,
@@ -259,7 +279,6 @@ class Layout:
             sequence_length=sequence_length,
             world_size=world_size,
         )
-        problems += self.runnable_problems()
         if problems:
             raise UserError(*problems)
 
@@ -273,6 +292,21 @@ def _schedule_problems(option: str | None) -> list[str]:
         ScheduleName.parse("1f1b" if option is None else option)
     except UserError as error:
         return [f"option '{option}' of pp: {message}" for message in error.messages]
+    return []
+
+
+def _cp_problems(degree: int, option: str | None) -> list[str]:
+    if option is None or option in ("ring", "ulysses"):
+        return []
+    size = option.removeprefix("ulysses")
+    if not (option.startswith("ulysses") and size.isascii() and size.isdigit()):
+        return [
+            f"option '{option}' of cp does not exist.{nearest(option, ('ring', 'ulysses'))} "
+            "Use cp4:ring, cp4:ulysses, or cp4:ulysses2 for a ring of two groups of two"
+        ]
+    if int(size) < 1 or degree % int(size):
+        fits = choices([f"cp{degree}:ulysses{value}" for value in divisors(degree)])
+        return [f"option '{option}' of cp: {size} does not divide cp={degree} (Sequence axis): use {fits}"]
     return []
 
 

@@ -271,7 +271,7 @@ class RunSpec(Spec):
         return problems
 
     def problems(self, *, vocab_size: int | None = None, world_size: int | None = None) -> list[str]:
-        """Return every rule between model, data and layout that this run breaks, and what cannot be run yet.
+        """Return every rule between model, data and layout that this run breaks.
 
         ``vocab_size`` is the tokenizer's and ``world_size`` the number of ranks, None while not known.
         """
@@ -296,7 +296,6 @@ class RunSpec(Spec):
                 sequence_length=self.data.sequence_length,
                 world_size=world_size,
             ),
-            *self.layout.runnable_problems(),
         ]
 
     def check(self, *, vocab_size: int | None = None, world_size: int | None = None) -> None:
