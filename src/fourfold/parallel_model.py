@@ -25,10 +25,12 @@ from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder, Microbatch, Piece, join
+from fourfold.models.decoder import Attention
 from fourfold.models.parameters import parameter_sites, parameter_users
 from fourfold.named_weights import NamedWeights
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
 from fourfold.segment import Segment
+from fourfold.sequence.attention import ContextAttention
 from fourfold.specs import ShardingSection
 from fourfold.weight_gradients import WeightGradients
 
@@ -52,6 +54,7 @@ class ParallelModel:
         sharding: how the units are spread on the Batch axis.
         executor: runs it.
         tensor_parallel: how the modules are cut on the tp axis, None where it has one rank.
+        context: attention over the ranks of cp, None where it has one.
     """
 
     model: Decoder
@@ -65,6 +68,7 @@ class ParallelModel:
     sharding: Sharding
     executor: Executor
     tensor_parallel: TensorParallel | None
+    context: ContextAttention | None
 
     @property
     def weights(self) -> NamedWeights:
@@ -99,17 +103,22 @@ class ParallelModel:
     def step(
         self, batches: Sequence[Microbatch], *, valid_tokens: int, update: Callable[[Tensor], None]
     ) -> Tensor:
-        """Run one training step on this rank's microbatches; see `Executor.step`."""
-        return self.executor.step(
-            self.program.ranks[self.mesh.pp.rank], batches, valid_tokens=valid_tokens, update=update
-        )
+        """Run one training step on this rank's rows; see `Executor.step`."""
+        actions = self.program.ranks[self.mesh.pp.rank]
+        return self.executor.step(actions, self.own(batches), valid_tokens=valid_tokens, update=update)
+
+    def own(self, batches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """This rank's tokens of some rows: all, where the sequence is not cut."""
+        if self.context is None:
+            return batches
+        return [batch.take(self.context.columns(batch.documents)) for batch in batches]
 
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Return the sum of the token losses of ``batches``, with forwards only. All ranks call it.
 
         Pipeline ranks without the last segment get 0: add up over all ranks.
         """
-        losses = self.executor.forward(self._forwards(len(batches)), batches)
+        losses = self.executor.forward(self._forwards(len(batches)), self.own(batches))
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return sum((loss.double() for loss in losses), start=zero)
 
@@ -117,7 +126,8 @@ class ParallelModel:
     def last_logits(self, batch: Microbatch) -> Tensor:
         """Return the logits after the last token of the only row, (V,), on all pipeline ranks.
 
-        The weights must be there: see `gather_`. All pipeline ranks call it.
+        The weights must be there: see `gather_`. All pipeline ranks call it. The row is whole: where cp is
+        larger than 1, attention is not this model's own but one for whole rows, as in `fourfold.generate`.
         """
         with nullcontext() if self.tensor_parallel is None else self.tensor_parallel.whole_sequence():
             found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
@@ -222,7 +232,7 @@ def parallelize(
     Args:
         model: built on the meta device, or anywhere; its values are not kept (see `ParallelModel.load_`).
             Parameters that need no gradient stay frozen.
-        mesh: the ranks. Of its axes only cp may not be larger than 1 so far.
+        mesh: the ranks.
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
         sharding: how weights are cut over the fsdp axis.
@@ -230,6 +240,7 @@ def parallelize(
             are dealt to pipeline stages, and whether the ranks of tp can divide the tokens.
     """
     tensor_parallel = _cut_channels_(model, mesh, sequence_length)
+    context = _cut_sequences_(model, mesh)
     stages = _stages(model, mesh, microbatches, sequence_length, dtype)
     pieces = [piece for stage in stages.pieces for piece in stage]
     rank_of_segment = [
@@ -280,6 +291,7 @@ def parallelize(
         plan,
         executor,
         tensor_parallel,
+        context,
     )
 
 
@@ -299,6 +311,18 @@ def _cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorPa
     )
     model.vocabulary_ranks = mesh.tp.size
     return parallel
+
+
+def _cut_sequences_(model: Decoder, mesh: Mesh) -> ContextAttention | None:
+    """Let the model attend over the ranks of cp."""
+    if mesh.cp.size == 1:
+        return None
+    ring, ulysses = mesh.split("cp", mesh.layout.ulysses(model.spec))
+    context = ContextAttention(ring=ring, ulysses=ulysses)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = context
+    return context
 
 
 def _copies(tensor_parallel: TensorParallel | None) -> Mapping[str, Copies]:

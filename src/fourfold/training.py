@@ -158,7 +158,7 @@ class Trainer:
         ]
         loss_sum = parallel.executor.step(
             actions,
-            self._batches(step),
+            parallel.own(self._batches(step)),
             valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
             update=lambda _: None,
         )

@@ -153,9 +153,10 @@ def labelled(ids_BS: Tensor) -> Tensor:
     return torch.where(ids_BS % 5 == 0, -100, ids_BS)
 
 
-def transformer_on_a_rank(kind: str, ids_BS: Tensor) -> tuple[float, dict[str, Tensor]]:
+def transformer_on_a_rank(kind: str, ids_BS: Tensor, how: str) -> tuple[float, dict[str, Tensor]]:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     model, plan = hugging_face(kind)
+    model.set_attn_implementation(how)
     parallel = tensor_parallel_(model, plan, mesh.tp, sequence_parallel=False)
     ((first, _),) = parallel.cuts[f"{plan.embedding}.weight"].runs[mesh.tp.rank]
     logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
@@ -168,8 +169,8 @@ def transformer_on_a_rank(kind: str, ids_BS: Tensor) -> tuple[float, dict[str, T
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_hugging_faces_models(ranks: RankPool, kind: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "how"), [(2, "sdpa"), (4, "eager")])
+def test_hugging_faces_models(ranks: RankPool, kind: str, size: int, how: str) -> None:
     """Loss and every gradient; on 4 ranks each key/value head of the grouped ones is on two."""
     ids_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
     model, _ = hugging_face(kind)
@@ -180,13 +181,30 @@ def test_hugging_faces_models(ranks: RankPool, kind: str, size: int) -> None:
     expected.backward()
     # Their RMSNorm rounds to float32 on the way, where two sums that differ in the last bit may part.
     tolerance = 1e-12 if kind == "gpt2" else 1e-6
-    for loss, gradients in ranks(size, transformer_on_a_rank, kind, ids_BS):
+    for loss, gradients in ranks(size, transformer_on_a_rank, kind, ids_BS, how):
         assert loss == pytest.approx(float(expected.detach()), rel=tolerance)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             error = (gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
             # k_proj.bias of a softmax over keys has a gradient of pure rounding noise.
             assert error < tolerance or name.endswith("k_proj.bias"), (name, error)
+
+
+def misnamed() -> str:
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    plan = Plan(
+        branches={"branch": Branch({"0": Columns()}, rows=("3",)), "other.*": Branch({}, rows=())}, head="h"
+    )
+    with pytest.raises(UserError) as caught:
+        tensor_parallel_(Net(), plan, mesh.tp, sequence_parallel=False)
+    return str(caught.value)
+
+
+def test_a_plan_that_names_what_is_not_there_is_refused(ranks: RankPool) -> None:
+    for message in ranks(2, misnamed):
+        assert "the plan's 'branch.3' is no module of the model" in message
+        assert "the plan's branch 'other.*' is no module of the model" in message
+        assert "the plan's 'h' is no module of the model" in message
 
 
 def refusal() -> str:

@@ -53,6 +53,7 @@ def test_all_ones_prints_as_dp1():
 degrees = st.sampled_from([1, 1, 2, 3, 8])
 words = st.none() | st.from_regex(r"[a-z0-9-]+", fullmatch=True)
 placements = st.sampled_from(list(PLACEMENTS))
+grids = st.sampled_from([None, "ring", "ulysses", "ulysses1"])
 channels = st.sampled_from([None, *TP_OPTIONS])
 schedules = st.sampled_from(["gpipe", "1f1b", "1f1b3", "interleaved2", "zb-h1", "my/own.csv"])
 
@@ -60,7 +61,8 @@ schedules = st.sampled_from(["gpipe", "1f1b", "1f1b3", "interleaved2", "zb-h1", 
 @given(
     st.fixed_dictionaries(dict.fromkeys(AXES, degrees)),
     st.fixed_dictionaries(
-        dict.fromkeys(AXES, words) | {"fsdp": placements, "pp": st.none() | schedules, "tp": channels}
+        dict.fromkeys(AXES, words)
+        | {"fsdp": placements, "pp": st.none() | schedules, "cp": grids, "tp": channels}
     ),
 )
 def test_round_trip(sizes, options):

@@ -33,11 +33,13 @@ class Branch:
         columns: the projections that read the stream, by their name in the module.
         rows: the names of those that write to it.
         scaled: attributes of the module that count heads or channels, and are divided by the number of ranks.
+        groups: the attribute that says how many query heads (``q_proj``) read a key/value head (``k_proj``).
     """
 
     columns: Mapping[str, Columns]
     rows: tuple[str, ...]
     scaled: tuple[str, ...] = ()
+    groups: str | None = None
 
 
 @dataclass(frozen=True)

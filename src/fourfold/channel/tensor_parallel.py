@@ -14,6 +14,7 @@ of it, and their parameters keep their names.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from fourfold.channel.parts import part
 from fourfold.channel.plans import Branch, Plan
 from fourfold.channel.vocabulary import look_up_own_rows_
 from fourfold.collectives.differentiable import all_gather, copy_to, reduce_from, reduce_scatter
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 from fourfold.mesh import Axis
 from fourfold.models.parameters import parameter_sites
 
@@ -84,6 +85,7 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
 
     Raises UserError where the plan names what is not there, or the ranks do not divide what it cuts.
     """
+    _check_names(model, plan)
     sites = parameter_sites(model)
     cuts = _cuts(model, plan, axis, sequence_parallel=sequence_parallel)
     for name, parameter in list(model.named_parameters()):
@@ -107,6 +109,27 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
         norm = model.get_submodule(plan.last_norm)
         norm.register_forward_hook(lambda _module, _args, out: parallel.enter(out))
     return parallel
+
+
+def _check_names(model: nn.Module, plan: Plan) -> None:
+    """Raise `UserError` for every name of the plan that the model does not have."""
+    modules = dict(model.named_modules())
+    problems = []
+    for pattern, branch in plan.branches.items():
+        places = [name for name in modules if fnmatchcase(name, pattern)]
+        if not places:
+            problems.append(f"the plan's branch '{pattern}' is no module of the model")
+        for short in (*branch.columns, *branch.rows):
+            problems += [
+                f"the plan's '{place}.{short}' is no module of the model.{nearest(f'{place}.{short}', modules)}"
+                for place in places[:1]
+                if f"{place}.{short}" not in modules
+            ]
+    for place in (plan.embedding, plan.head, plan.last_norm):
+        if place is not None and place not in modules:
+            problems.append(f"the plan's '{place}' is no module of the model.{nearest(place, modules)}")
+    if problems:
+        raise UserError(*problems)
 
 
 def _tell_sizes_(module: nn.Module) -> None:
@@ -180,6 +203,9 @@ def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, t
     module.register_forward_hook(after)
     for attribute in branch.scaled:
         setattr(module, attribute, getattr(module, attribute) // parallel.axis.size)
+    if branch.groups is not None:
+        queries, keys = (branch.columns[name].groups or 1 for name in ("q_proj", "k_proj"))
+        setattr(module, branch.groups, (queries // parallel.axis.size) // max(1, keys // parallel.axis.size))
 
 
 def _product(row: nn.Module, transposed: bool, x: Tensor) -> Tensor:

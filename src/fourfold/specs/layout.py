@@ -260,13 +260,13 @@ class Layout:
     def _sequence_problems(self, model: ModelSpec) -> list[str]:
         """Where heads are exchanged for tokens, every rank gets whole heads. Sequences have any length."""
         size = self.ulysses(model)
+        broken = self._ulysses_problems(model, size)
+        if not broken:
+            return []
         fitting = [value for value in divisors(self.cp) if not self._ulysses_problems(model, value)]
         written = choices([f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1])
         others = f"{written}, or cp{self.cp}:ring" if len(fitting) > 1 else f"cp{self.cp}:ring"
-        return [
-            f"ulysses={size} {rule} (Sequence axis): use {others}"
-            for rule in self._ulysses_problems(model, size)
-        ]
+        return [f"ulysses={size} {rule} (Sequence axis): use {others}" for rule in broken]
 
     def validate(
         self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None

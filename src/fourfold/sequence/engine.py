@@ -1,0 +1,253 @@
+"""Attention of one rectangle: its output and log-sum-exp, and its gradients from global statistics.
+
+[Note: global statistics] With P = exp(S - lse), where lse is over *all* keys of a query, and
+delta = rowsum(dout * out) with the *whole* output, the gradients of a block of keys need nothing of the other
+blocks: dV = P^T dout, dS = P * (dout V^T - delta), dQ = dS K, dK = dS^T Q (times the scale). So the kernels'
+own backward is called for each block with the merged output and log-sum-exp, and the results add up.
+
+The kernels are PyTorch's own, called through aten since the public function returns no log-sum-exp. What they
+do not check is checked here:
+
+- a block without queries or keys ends the process on a CPU, and a row without keys has the log-sum-exp 0: the
+  plan of rectangles has neither ([Note: no mask tensor] in `fourfold.sequence.rectangles`);
+- the last dimension is read as contiguous;
+- key/value heads that do not divide the query heads are read past their end;
+- causal is aligned at the top left on a CPU and at the bottom right on CUDA: it is used for squares alone.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.sequence.rectangles import Rectangle
+
+aten = torch.ops.aten
+
+Partial = tuple[Tensor, Tensor]
+"""The output of some keys, (B, S, H, D), and its log-sum-exp, (B, H, S), in float32 or higher."""
+
+
+def attend(
+    q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, piece: Rectangle, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output (B, S, H, D) and the log-sum-exp (B, H, S) in float32 or higher, of a rectangle.
+
+    Args:
+        q_BSHD: its queries, and ``k_BSKD``, ``v_BSKD`` its keys and values: the rows of the rectangle alone.
+        piece: which pairs see each other.
+        scale: of the scores.
+    """
+    _check(q_BSHD, k_BSKD, v_BSKD)
+    return _engine(q_BSHD).forward(q_BSHD, k_BSKD, v_BSKD, piece, scale)
+
+
+def attend_backward(
+    grad_BSHD: Tensor,
+    q_BSHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    out_BSHD: Tensor,
+    lse_BHS: Tensor,
+    piece: Rectangle,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a rectangle's queries, keys and values.
+
+    ``out_BSHD`` and ``lse_BHS`` are of its queries over all of their keys; see [Note: global statistics].
+    """
+    _check(q_BSHD, k_BSKD, v_BSKD)
+    return _engine(q_BSHD).backward(grad_BSHD, q_BSHD, k_BSKD, v_BSKD, out_BSHD, lse_BHS, piece, scale)
+
+
+class Engine(Protocol):
+    """Computes rectangles on one kind of device."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
+        """See `attend`."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Rectangle,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `attend_backward`."""
+
+
+class OnCPU:
+    """PyTorch's flash attention for the CPU: any float, grouped heads, any strides but the last."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
+        """See `attend`."""
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_heads_first(q, k, v), 0.0, _is_square(piece), attn_mask=_mask(piece, q), scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Rectangle,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `attend_backward`."""
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_heads_first(grad, q, k, v, out),
+            lse,
+            0.0,
+            _is_square(piece),
+            attn_mask=_mask(piece, q),
+            scale=scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class OnCUDA:
+    """FlashAttention as PyTorch has it built in, for 16-bit floats. Written from its signature, not yet run.
+
+    A band is one call: the window's ends are counted from the bottom right corner.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
+        """See `attend`."""
+        left, right = _window_from_the_corner(piece)
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, _is_square(piece), False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Rectangle,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `attend_backward`."""
+        left, right = _window_from_the_corner(piece)
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = aten._flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, _is_square(piece),
+            unused, unused, scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class Plain:
+    """The formulas in plain PyTorch, in float32 or higher: the oracle, and what any device can do."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
+        """See `attend`."""
+        scores, v_high = self._scores(q, k, piece, scale), _expanded(v, q)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse[..., None]).exp() @ v_high
+        return out.transpose(1, 2).to(q.dtype), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Rectangle,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `attend_backward`."""
+        p = (self._scores(q, k, piece, scale) - lse[..., None]).exp()
+        grad_high, q_high, out_high = (_high(tensor).transpose(1, 2) for tensor in (grad, q, out))
+        ds = p * (grad_high @ _expanded(v, q).mT - (grad_high * out_high).sum(-1, keepdim=True)) * scale
+        groups = (k.shape[2], q.shape[2] // k.shape[2])
+        dk = (ds.mT @ q_high).unflatten(1, groups).sum(2)
+        dv = (p.mT @ grad_high).unflatten(1, groups).sum(2)
+        found = (ds @ _expanded(k, q), dk, dv)
+        dq, dk, dv = (tensor.transpose(1, 2).to(q.dtype) for tensor in found)
+        return dq, dk, dv
+
+    def _scores(self, q: Tensor, k: Tensor, piece: Rectangle, scale: float) -> Tensor:
+        scores = _high(q).transpose(1, 2) @ _expanded(k, q).mT * scale
+        allowed = _allowed(piece, q.device)
+        return scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+
+
+def _engine(q: Tensor) -> Engine:
+    if q.device.type == "cpu":
+        return OnCPU()
+    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
+        return OnCUDA()
+    return Plain()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "head_dim must be contiguous"
+    assert q.shape[2] % k.shape[2] == 0, "the key/value heads must divide the query heads"
+    assert q.shape[1] > 0, "a rectangle has queries"
+    assert k.shape[1] > 0, "a rectangle has keys"
+
+
+def _is_square(piece: Rectangle) -> bool:
+    """Whether the kernel's own causal mask is the right one: a square without a window."""
+    if not piece.causal:
+        return False
+    assert piece.q_stop - piece.q_start == piece.k_stop - piece.k_start, "causal pieces are squares"
+    return piece.window is None
+
+
+def _allowed(piece: Rectangle, device: torch.device) -> Tensor | None:
+    """Which pairs see each other, (queries, keys); None where all do."""
+    if not piece.causal and piece.window is None:
+        return None
+    query = torch.arange(piece.q_stop - piece.q_start, device=device)[:, None]
+    apart = piece.ahead + query - torch.arange(piece.k_stop - piece.k_start, device=device)
+    allowed = apart >= 0 if piece.causal else torch.ones_like(apart, dtype=torch.bool)
+    return allowed if piece.window is None else allowed & (apart < piece.window)
+
+
+def _mask(piece: Rectangle, q: Tensor) -> Tensor | None:
+    """What is added to the scores of a band; None where the kernel needs no mask."""
+    allowed = None if piece.window is None else _allowed(piece, q.device)
+    return (
+        None
+        if allowed is None
+        else torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, float("-inf"))
+    )
+
+
+def _window_from_the_corner(piece: Rectangle) -> tuple[int | None, int | None]:
+    """A band as FlashAttention counts it: query i sees keys from i + keys - queries - left to ... + right."""
+    if piece.window is None:
+        return None, None
+    queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+    left = (keys - queries) - piece.ahead + piece.window - 1
+    right = piece.ahead - (keys - queries)
+    return left, right if piece.causal else right + keys
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def _high(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _expanded(k: Tensor, q: Tensor) -> Tensor:
+    """Key/value heads repeated for the query heads that read them, (B, H, S, D), in float32 or higher."""
+    return _high(k).repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)

@@ -1,0 +1,157 @@
+"""Which queries attend to which keys, as rectangles without masks.
+
+[Note: no mask tensor] Runs of different ranks are disjoint intervals of the stream, so all keys of a run come
+before all queries of another or after them. With causal attention such a pair is all or nothing, and only the
+one document that lies across both can have any of it: at most one rectangle. Only a run with itself has
+diagonal pieces, one square for each document. A sliding window trims a rectangle to the rows and columns that
+see each other, and what is left of it is a band. No row of a piece is empty: the kernels and the merge of
+their results could not bear one.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from fourfold.sequence.partition import Partition, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Some queries of a rank and some keys of a rank, counted in the order in which they hold them.
+
+    Query i and key j of it are ``ahead + i - j`` tokens apart. The query sees the key if that is at least 0,
+    where ``causal``, and less than ``window``, if there is one.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    ahead: int
+    causal: bool = False
+    window: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of query and key are computed."""
+        keys = self.k_stop - self.k_start
+        total = 0
+        for i in range(self.q_stop - self.q_start):
+            last = min(keys - 1, self.ahead + i) if self.causal else keys - 1
+            first = 0 if self.window is None else max(0, self.ahead + i - self.window + 1)
+            total += last - first + 1
+        return total
+
+
+@lru_cache(maxsize=4096)
+def rectangles(
+    partition: Partition,
+    q_rank: int,
+    k_rank: int,
+    documents: tuple[int, ...],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[Rectangle, ...]:
+    """Return what the queries of one rank compute with the keys of one rank.
+
+    Args:
+        partition: of the row.
+        q_rank: the rank of the queries, and ``k_rank`` of the keys.
+        documents: lengths of the row's documents; no document sees another.
+        causal: whether a token sees only itself and those before it.
+        window: how many tokens back it sees, itself included. Only with ``causal``.
+    """
+    bounds = [0, *accumulate(documents)]
+    found: list[Rectangle] = []
+    q_first = 0
+    for q_run in partition.runs[q_rank]:
+        k_first = 0
+        for k_run in partition.runs[k_rank]:
+            for piece in _pieces(q_run, k_run, bounds, causal):
+                if trimmed := _trimmed(piece, window):
+                    found.append(_placed(trimmed, q_first - q_run[0], k_first - k_run[0]))
+            k_first += k_run[1] - k_run[0]
+        q_first += q_run[1] - q_run[0]
+    return tuple(_joined(found))
+
+
+def _pieces(q_run: Run, k_run: Run, bounds: Sequence[int], causal: bool) -> Iterator[Rectangle]:
+    """The pieces of two runs, by their places in the stream."""
+    (q_start, q_stop), (k_start, k_stop) = q_run, k_run
+    if q_run == k_run:
+        first = bisect_right(bounds, q_start) - 1
+        while first < len(bounds) - 1 and bounds[first] < q_stop:
+            start, stop = max(bounds[first], q_start), min(bounds[first + 1], q_stop)
+            yield Rectangle(start, stop, start, stop, 0, causal)
+            first += 1
+    elif k_stop <= q_start:
+        document = bisect_right(bounds, k_stop - 1) - 1
+        start, stop = max(bounds[document], k_start), min(bounds[document + 1], q_stop)
+        if stop > q_start:
+            yield Rectangle(q_start, stop, start, k_stop, q_start - start)
+    elif not causal:
+        document = bisect_right(bounds, q_stop - 1) - 1
+        start, stop = max(bounds[document], q_start), min(bounds[document + 1], k_stop)
+        if stop > k_start:
+            yield Rectangle(start, q_stop, k_start, stop, start - k_start)
+
+
+def _trimmed(piece: Rectangle, window: int | None) -> Rectangle | None:
+    """Leave out the rows and columns that see nothing; say if a window still cuts what is left."""
+    if window is None:
+        return piece
+    q_stop = min(piece.q_stop, piece.k_stop + window - 1)
+    k_start = piece.k_start if piece.causal else max(piece.k_start, piece.q_start - window + 1)
+    if q_stop <= piece.q_start or k_start >= piece.k_stop:
+        return None
+    is_cut = q_stop - 1 - k_start >= window
+    ahead = piece.q_start - k_start
+    return replace(piece, q_stop=q_stop, k_start=k_start, ahead=ahead, window=window if is_cut else None)
+
+
+def _placed(piece: Rectangle, q_shift: int, k_shift: int) -> Rectangle:
+    return replace(
+        piece,
+        q_start=piece.q_start + q_shift,
+        q_stop=piece.q_stop + q_shift,
+        k_start=piece.k_start + k_shift,
+        k_stop=piece.k_stop + k_shift,
+    )
+
+
+def _joined(pieces: Sequence[Rectangle]) -> list[Rectangle]:
+    """Join full rectangles of the same queries whose keys lie side by side: one kernel call, not two."""
+    found: list[Rectangle] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.q_start, last.q_stop, last.k_stop) == (piece.q_start, piece.q_stop, piece.k_start)
+            and not (last.causal or piece.causal or last.window or piece.window)
+        ):
+            found[-1] = replace(last, k_stop=piece.k_stop)
+        else:
+            found.append(piece)
+    return found
+
+
+def keys_needed(
+    partition: Partition,
+    q_rank: int,
+    k_rank: int,
+    documents: tuple[int, ...],
+    *,
+    causal: bool,
+    window: int | None,
+) -> Run:
+    """Return the interval of a rank's keys, in its order, that holds all that another rank needs of them.
+
+    (0, 0) where it needs none.
+    """
+    pieces = rectangles(partition, q_rank, k_rank, documents, causal=causal, window=window)
+    if not pieces:
+        return 0, 0
+    return min(piece.k_start for piece in pieces), max(piece.k_stop for piece in pieces)

@@ -1,0 +1,76 @@
+"""What the ranks of a ring need of each other for a batch whose rows hold different documents."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from fourfold.sequence.partition import Run, partition_of
+from fourfold.sequence.rectangles import Rectangle, keys_needed, rectangles
+
+Documents = tuple[tuple[int, ...], ...]
+"""Of each row of a batch, the lengths of its documents."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Neighbouring rows of a batch that hold the same documents: they share messages and kernel calls.
+
+    Attributes:
+        start: the first of them, and ``stop`` the one after the last.
+        documents: of each.
+    """
+
+    start: int
+    stop: int
+    documents: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def rows_alike(documents: Documents) -> tuple[Rows, ...]:
+    """Return the runs of rows that hold the same documents."""
+    found = []
+    start = 0
+    for lengths, rows in groupby(documents):
+        stop = start + len(list(rows))
+        found.append(Rows(start, stop, lengths))
+        start = stop
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Who needs which keys of whom: a pure function of the documents, the same on all ranks.
+
+    Attributes:
+        ranks: of the ring.
+        causal: whether a token sees only itself and those before it.
+        window: how far back, None for all.
+    """
+
+    ranks: int
+    causal: bool
+    window: int | None
+
+    def pieces(self, rows: Rows, q_rank: int, k_rank: int) -> tuple[Rectangle, ...]:
+        """The rectangles of one rank's queries with one rank's keys."""
+        partition = partition_of(rows.documents, self.ranks)
+        return rectangles(partition, q_rank, k_rank, rows.documents, causal=self.causal, window=self.window)
+
+    def needed(self, documents: Documents, q_rank: int, k_rank: int) -> tuple[tuple[Rows, Run], ...]:
+        """Of which rows one rank needs which of another's keys. Nothing where it needs none: no message."""
+        found = []
+        for rows in rows_alike(documents):
+            partition = partition_of(rows.documents, self.ranks)
+            start, stop = keys_needed(
+                partition, q_rank, k_rank, rows.documents, causal=self.causal, window=self.window
+            )
+            if start < stop:
+                found.append((rows, (start, stop)))
+        return tuple(found)
+
+    def tokens(self, documents: Documents, q_rank: int, k_rank: int) -> int:
+        """How many tokens' keys and values that is, over all rows."""
+        return sum(
+            (rows.stop - rows.start) * (stop - start)
+            for rows, (start, stop) in self.needed(documents, q_rank, k_rank)
+        )
