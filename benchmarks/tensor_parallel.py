@@ -15,7 +15,7 @@ from benchmarks.teams import Build, interleaved
 from benchmarks.tensor_contestants import TorchTensorParallel
 from benchmarks.workloads import MODEL, Workload
 from fourfold.channel.costs import ChannelCosts
-from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
+from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE, SegmentCosts
 from fourfold.traffic import Event, sent_bytes
 
 LAYOUTS = {"tp{}": True, "tp{}:allreduce": False}
@@ -58,7 +58,6 @@ def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) ->
     """
     blocks = ("embed", *(f"layer.{i}" for i in range(MODEL.num_hidden_layers)), "head")
     costs = ChannelCosts(
-        [blocks],
         tokens=[workload.tokens],
         hidden_size=MODEL.hidden_size,
         vocab_size=MODEL.vocab_size,
@@ -69,9 +68,10 @@ def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) ->
         ranks=ranks,
         sequence_parallel=sequence_parallel,
     )
+    inside = SegmentCosts([blocks], channel=costs)
     messages = [
-        *costs.forward(0, 0),
-        *costs.backward(0, 0),
+        *inside.forward(0, 0),
+        *inside.backward(0, 0),
         Event("all_reduce", "tp", SCALAR_BYTES, SCALAR_DTYPE),
     ]
     if sequence_parallel:

@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "sequence.partition": 0,
     "sequence.rectangles": 0,
     "sequence.rows": 0,
+    "sequence.costs": 0,
     "sequence.engine": 2,
     "sequence.ring": 2,
     "sequence.ulysses": 2,

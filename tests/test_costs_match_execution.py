@@ -8,11 +8,13 @@ from fourfold.batch.reduction import blocks_of_segments
 from fourfold.channel.costs import ChannelCosts
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
-from fourfold.events import step_events
+from fourfold.events import SegmentCosts, step_events
 from fourfold.mesh import Mesh
 from fourfold.optimizer import gradient_norm
 from fourfold.parallel_model import ParallelModel
 from fourfold.program.actions import Action
+from fourfold.sequence.costs import SequenceCosts
+from fourfold.sequence.partition import tokens_of_ranks
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.traffic import Event, sent_bytes
 from fourfold.training import initialized, rank_batches
@@ -57,26 +59,50 @@ def events_of_a_step(
         run_step(parallel)
     mesh, program = parallel.mesh, parallel.program
     rows = BATCH // (mesh.data.size * microbatches)
-    tp, is_cut = mesh.tp.size, mesh.layout.sequence_parallel(LENGTH)
     itemsize = {"bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    spec, tp, cp = parallel.model.spec, mesh.tp.size, mesh.cp.size
+    is_cut = mesh.layout.sequence_parallel(LENGTH)
+    tokens = rows * tokens_of_ranks(LENGTH, cp)[mesh.cp.rank]
+    batches = rank_batches(
+        SyntheticDataset(spec.vocab_size, sequence_length=LENGTH, seed=0),
+        mesh,
+        step=0,
+        batch=BATCH,
+        microbatches=microbatches,
+    )
+    channel = ChannelCosts(
+        tokens=[tokens] * microbatches,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        dtype=dtype,
+        itemsize=itemsize,
+        statistics_dtype="float64" if dtype == "float64" else "float32",
+        statistics_itemsize=max(itemsize, 4),
+        ranks=tp,
+        sequence_parallel=is_cut,
+    )
+    sequence = SequenceCosts(
+        documents=[batch.documents for batch in batches],
+        heads=spec.num_attention_heads // tp,
+        kv_heads=max(1, spec.num_key_value_heads // tp),
+        head_dim=spec.head_dim,
+        window=spec.sliding_window,
+        dtype=dtype,
+        itemsize=itemsize,
+        ring=cp // mesh.layout.ulysses(spec),
+        ulysses=mesh.layout.ulysses(spec),
+        rank=mesh.cp.rank,
+    )
     predicted = step_events(
         program,
         rank=mesh.pp.rank,
         layout=mesh.layout,
         units={number: unit.size for number, unit in parallel.units_by_number.items()},
-        activation_bytes=[rows * LENGTH * parallel.model.spec.hidden_size * itemsize // (tp if is_cut else 1)]
-        * microbatches,
-        channel=ChannelCosts(
+        activation_bytes=[tokens * spec.hidden_size * itemsize // (tp if is_cut else 1)] * microbatches,
+        inside=SegmentCosts(
             parallel.blocks,
-            tokens=[rows * LENGTH] * microbatches,
-            hidden_size=parallel.model.spec.hidden_size,
-            vocab_size=parallel.model.spec.vocab_size,
-            dtype=dtype,
-            itemsize=itemsize,
-            statistics_dtype="float64" if dtype == "float64" else "float32",
-            statistics_itemsize=max(itemsize, 4),
-            ranks=tp,
-            sequence_parallel=is_cut,
+            channel=channel if tp > 1 else None,
+            sequence=sequence if cp > 1 else None,
         ),
     )
     return list(events), predicted
@@ -88,7 +114,11 @@ LAYOUTS = [
     ("pp2", 3), ("pp4", 2), ("pp2:interleaved2", 3), ("pp2,dp2", 2), ("pp2,fsdp2", 3), ("pp2:bfs2,fsdp2", 2),
     ("pp2,fsdp2:zero1", 3),
     ("tp2", 1), ("tp4:allreduce", 2), ("tp8", 1), ("dp2,tp2", 2), ("fsdp2,tp2", 3), ("pp2,tp2", 3),
-    ("pp2:interleaved2,tp2:allreduce", 2), ("pp2,fsdp2:zero2,tp2", 2),
+    ("pp2:interleaved2,tp2:allreduce", 2),
+    ("cp2:ring", 1), ("cp3:ring", 2), ("cp4:ring", 1),
+    ("cp2:ulysses", 1), ("cp4:ulysses2", 2), ("cp4:ulysses", 1),
+    ("fsdp2,cp2", 2), ("cp2:ring,tp2", 1), ("pp2,cp2:ring", 2), ("dp2,cp2:ring,tp2", 1),
+    ("pp2,fsdp2:zero2,tp2", 2),
 ]  # fmt: skip
 
 

@@ -1,15 +1,55 @@
 """What a step sends: the events of a program, predicted."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
 from fourfold.program.actions import RECEIVES, SENDS, Kind, Program
+from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
 
 SCALAR_DTYPE, SCALAR_BYTES = "float64", 8
 """The loss, and the square of the gradient norm, are summed over ranks as one float64 each."""
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """What segments send while they compute.
+
+    Attributes:
+        blocks: the names of each segment's blocks, in order: ``embed``, ``layer.0``..., ``head``.
+        channel: on the tp axis, None where it has one rank.
+        sequence: on the cp axis, None where it has one rank.
+    """
+
+    blocks: Sequence[Sequence[str]]
+    channel: ChannelCosts | None = None
+    sequence: SequenceCosts | None = None
+
+    def forward(self, segment: int, microbatch: int) -> list[Event]:
+        """The events of a segment's forward, in order."""
+        enter = self.channel.enter(microbatch) if self.channel else []
+        leave = self.channel.leave(microbatch) if self.channel else []
+        loss = self.channel.loss(microbatch) if self.channel else []
+        attention = self.sequence.forward(microbatch) if self.sequence else []
+        layer = [*enter, *attention, *leave, *enter, *leave]
+        return _over(self.blocks[segment], embed=leave, layer=layer, head=enter + loss)
+
+    def backward(self, segment: int, microbatch: int) -> list[Event]:
+        """The events of a segment's input gradient, in order: each collective is another's backward."""
+        into = self.channel.enter(microbatch) if self.channel else []
+        out = self.channel.leave(microbatch) if self.channel else []
+        again = self.channel.loss_again(microbatch) if self.channel else []
+        attention = self.sequence.backward(microbatch) if self.sequence else []
+        layer = [*into, *out, *into, *attention, *out]
+        return _over(self.blocks[segment][::-1], embed=into, layer=layer, head=again + out)
+
+
+def _over(names: Sequence[str], *, embed: list[Event], layer: list[Event], head: list[Event]) -> list[Event]:
+    kinds = {"embed": embed, "head": head}
+    return [event for name in names for event in kinds.get(name, layer)]
 
 
 def step_events(
@@ -19,7 +59,7 @@ def step_events(
     layout: Layout,
     units: Mapping[int, UnitSize],
     activation_bytes: Sequence[int],
-    channel: ChannelCosts | None = None,
+    inside: SegmentCosts | None = None,
 ) -> list[Event]:
     """The collectives and messages that a rank performs in one step, in order.
 
@@ -30,7 +70,7 @@ def step_events(
         units: those that the rank holds, by their number in the program.
         activation_bytes: of what goes from segment to segment, for each microbatch: B x S x C elements of the
             dtype that computation runs in; of the S / tp tokens of a rank with sequence parallelism.
-        channel: what the segments send on the tp axis.
+        inside: what the segments send while they compute, on the cp and tp axes.
     """
     shards = layout.axis_name(*layout.shard_axes)
     all_ranks, norm = ("pp", *BATCH_AXES), ("pp", *layout.shard_axes, "tp")
@@ -38,10 +78,10 @@ def step_events(
     events: list[Event] = []
     for action in program.ranks[rank]:
         kind = action.kind
-        if channel is not None and kind is Kind.FORWARD:
-            events += channel.forward(action.segment, action.microbatch)
-        elif channel is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            events += channel.backward(action.segment, action.microbatch)
+        if inside is not None and kind is Kind.FORWARD:
+            events += inside.forward(action.segment, action.microbatch)
+        elif inside is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            events += inside.backward(action.segment, action.microbatch)
         elif kind is Kind.LOSS and layout.size(*all_ranks) > 1:
             events.append(Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE))
         elif kind is Kind.UPDATE and layout.size(*norm) > 1:

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends: the collectives of each block, forward and backward."""
+"""What tensor parallelism sends: the collectives where the residual stream enters a branch and leaves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from fourfold.traffic import Event
 
 @dataclass(frozen=True)
 class ChannelCosts:
-    """The collectives of segments on the tp axis.
+    """The collectives on the tp axis, for each microbatch. Backward, each is another's.
 
     Attributes:
-        blocks: the names of each segment's blocks, in order: ``embed``, ``layer.0``..., ``head``.
-        tokens: of each microbatch, B x S.
+        tokens: of each microbatch on a rank of cp, B x S / cp.
         hidden_size: channels of the residual stream.
         vocab_size: of the whole vocabulary.
         dtype: what computation runs in, and ``itemsize`` its bytes.
@@ -22,7 +21,6 @@ class ChannelCosts:
         sequence_parallel: whether the residual stream is cut by tokens.
     """
 
-    blocks: Sequence[Sequence[str]]
     tokens: Sequence[int]
     hidden_size: int
     vocab_size: int
@@ -33,23 +31,21 @@ class ChannelCosts:
     ranks: int
     sequence_parallel: bool
 
-    def forward(self, segment: int, microbatch: int) -> list[Event]:
-        """The collectives of a segment's forward, in order."""
-        enter = [self._stream("all_gather", microbatch)] if self.sequence_parallel else []
-        leave = [self._stream("reduce_scatter" if self.sequence_parallel else "all_reduce", microbatch)]
-        loss = [self._statistics(tokens) for tokens in self._chunks(microbatch)]
-        return self._over_blocks(
-            self.blocks[segment], embed=leave, layer=2 * (enter + leave), head=enter + loss
-        )
+    def enter(self, microbatch: int) -> list[Event]:
+        """Where the stream enters a branch or the head; and backward, where it left one."""
+        return self._stream("all_gather", microbatch) if self.sequence_parallel else []
 
-    def backward(self, segment: int, microbatch: int) -> list[Event]:
-        """The collectives of a segment's input gradient, in order: each is another's backward."""
-        enter = [self._stream("reduce_scatter" if self.sequence_parallel else "all_reduce", microbatch)]
-        leave = [self._stream("all_gather", microbatch)] if self.sequence_parallel else []
-        again = [self._statistics(tokens) for tokens in self._chunks(microbatch)[-2::-1]]
-        return self._over_blocks(
-            self.blocks[segment][::-1], embed=leave, layer=2 * (leave + enter), head=again + enter
-        )
+    def leave(self, microbatch: int) -> list[Event]:
+        """Where the stream leaves a branch or the embedding; and backward, where it entered one."""
+        return self._stream("reduce_scatter" if self.sequence_parallel else "all_reduce", microbatch)
+
+    def loss(self, microbatch: int) -> list[Event]:
+        """The statistics of the loss, chunk by chunk; see `fourfold.channel.vocabulary`."""
+        return [self._statistics(tokens) for tokens in self._chunks(microbatch)]
+
+    def loss_again(self, microbatch: int) -> list[Event]:
+        """Those of the chunks that the backward computes again, the last first."""
+        return [self._statistics(tokens) for tokens in self._chunks(microbatch)[-2::-1]]
 
     def _chunks(self, microbatch: int) -> list[int]:
         """The tokens of each chunk of the loss; see [Note: logits of one chunk] in `fourfold.models.loss`."""
@@ -58,16 +54,10 @@ class ChannelCosts:
         return [at_once] * whole + [rest] * (rest > 0)
 
     def _statistics(self, tokens: int) -> Event:
-        """Two numbers a token and rank; see `fourfold.channel.vocabulary`."""
         size = 2 * tokens * self.ranks * self.statistics_itemsize
         return Event("all_gather", "tp", size, self.statistics_dtype)
 
-    def _stream(self, op: str, microbatch: int) -> Event:
+    def _stream(self, op: str, microbatch: int) -> list[Event]:
         """A collective on the whole residual stream of a microbatch."""
-        return Event(op, "tp", self.tokens[microbatch] * self.hidden_size * self.itemsize, self.dtype)
-
-    def _over_blocks(
-        self, names: Sequence[str], *, embed: list[Event], layer: list[Event], head: list[Event]
-    ) -> list[Event]:
-        kinds = {"embed": embed, "head": head}
-        return [event for name in names for event in kinds.get(name, layer)] if self.ranks > 1 else []
+        size = self.tokens[microbatch] * self.hidden_size * self.itemsize
+        return [Event(op, "tp", size, self.dtype)]

@@ -76,7 +76,9 @@ def llama_plan(heads: int, kv_heads: int) -> Plan:
     return Plan(
         branches={
             "model.layers.*.self_attn": Branch(
-                {"q_proj": queries, "k_proj": keys, "v_proj": keys}, ("o_proj",)
+                {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+                rows=("o_proj",),
+                groups="num_key_value_groups",
             ),
             "model.layers.*.mlp": Branch({"gate_proj": Columns(), "up_proj": Columns()}, ("down_proj",)),
         },

@@ -121,9 +121,9 @@ def _check_names(model: nn.Module, plan: Plan) -> None:
             problems.append(f"the plan's branch '{pattern}' is no module of the model")
         for short in (*branch.columns, *branch.rows):
             problems += [
-                f"the plan's '{place}.{short}' is no module of the model.{nearest(f'{place}.{short}', modules)}"
-                for place in places[:1]
-                if f"{place}.{short}" not in modules
+                f"the plan's '{name}' is no module of the model.{nearest(name, modules)}"
+                for name in (f"{place}.{short}" for place in places[:1])
+                if name not in modules
             ]
     for place in (plan.embedding, plan.head, plan.last_norm):
         if place is not None and place not in modules:
@@ -203,7 +203,7 @@ def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, t
     module.register_forward_hook(after)
     for attribute in branch.scaled:
         setattr(module, attribute, getattr(module, attribute) // parallel.axis.size)
-    if branch.groups is not None:
+    if branch.groups is not None and hasattr(module, branch.groups):
         queries, keys = (branch.columns[name].groups or 1 for name in ("q_proj", "k_proj"))
         setattr(module, branch.groups, (queries // parallel.axis.size) // max(1, keys // parallel.axis.size))
 
