@@ -204,10 +204,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _is_square(piece: Rectangle) -> bool:
     """Whether the kernel's own causal mask is the right one: a square without a window."""
-    if not piece.causal:
+    if not piece.causal or piece.window is not None:
         return False
     assert piece.q_stop - piece.q_start == piece.k_stop - piece.k_start, "causal pieces are squares"
-    return piece.window is None
+    return True
 
 
 def _allowed(piece: Rectangle, device: torch.device) -> Tensor | None:

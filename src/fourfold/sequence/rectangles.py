@@ -72,7 +72,9 @@ def rectangles(
         for k_run in partition.runs[k_rank]:
             for piece in _pieces(q_run, k_run, bounds, causal):
                 if trimmed := _trimmed(piece, window):
-                    found.append(_placed(trimmed, q_first - q_run[0], k_first - k_run[0]))
+                    found += [
+                        _placed(block, q_first - q_run[0], k_first - k_run[0]) for block in _blocks(trimmed)
+                    ]
             k_first += k_run[1] - k_run[0]
         q_first += q_run[1] - q_run[0]
     return tuple(_joined(found))
@@ -110,6 +112,17 @@ def _trimmed(piece: Rectangle, window: int | None) -> Rectangle | None:
     is_cut = q_stop - 1 - k_start >= window
     ahead = piece.q_start - k_start
     return replace(piece, q_stop=q_stop, k_start=k_start, ahead=ahead, window=window if is_cut else None)
+
+
+def _blocks(piece: Rectangle) -> Iterator[Rectangle]:
+    """Cut a band on the diagonal into blocks of ``window`` queries: work and masks grow with S * window."""
+    if not piece.causal or piece.window is None:
+        yield piece
+        return
+    for start in range(piece.q_start, piece.q_stop, piece.window):
+        stop, first = min(start + piece.window, piece.q_stop), max(piece.k_start, start - piece.window + 1)
+        window = None if first == start else piece.window
+        yield Rectangle(start, stop, first, stop, start - first, True, window)
 
 
 def _placed(piece: Rectangle, q_shift: int, k_shift: int) -> Rectangle:

@@ -200,6 +200,6 @@ def _merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> N
     total = torch.logaddexp(lse, block_lse)
     kept, added = (lse - total).exp_(), (block_lse - total).exp_()
     out.mul_(kept.transpose(1, 2)[..., None]).addcmul_(
-        block_out, added.transpose(1, 2)[..., None].to(block_out.dtype)
+        block_out.to(out.dtype), added.transpose(1, 2)[..., None]
     )
     lse.copy_(total)
