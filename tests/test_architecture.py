@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "sequence.ring": 2,
     "sequence.ulysses": 2,
     "sequence.attention": 2,
+    "recompute": 0,
     "build": 0,
     "events": 0,
     "mesh": 1,

@@ -20,7 +20,9 @@ from fourfold.traffic import Event
 from fourfold.training import Trainer
 from tests.ranks import RankPool
 
-TINY = ModelSpec.preset("tiny").replace({"num_hidden_layers": 2})
+TINY = ModelSpec.preset("tiny").replace(
+    {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+)
 STEPS, ROWS, LENGTH = 3, 12, 16
 RATE = 1e-2
 
@@ -33,7 +35,12 @@ LAYOUTS = [
 def run_spec(layout: str, **sections: dict[str, Any]) -> RunSpec:
     values: dict[str, Any] = {
         "layout": layout,
-        "model": {"preset": "tiny", "num_hidden_layers": TINY.num_hidden_layers},
+        "model": {
+            "preset": "tiny",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
         "data": {"sequence_length": LENGTH},
         "training": {"steps": STEPS, "batch": ROWS},
         "sharding": {},

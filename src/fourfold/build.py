@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
 from fourfold.layer.transfers import with_transfers
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
+from fourfold.recompute.insertion import with_recomputation
+from fourfold.recompute.plan import Block
 from fourfold.specs.placement import REPLICATED, Placement
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ def build(
     units: Sequence[UnitUse],
     sharding: Sharding,
     lookups: frozenset[int] = frozenset(),
+    recompute: RecomputeName = NO_RECOMPUTATION,
+    blocks: Sequence[Block] = (),
 ) -> Program:
     """Write the program of a training step, checked.
 
@@ -59,6 +64,8 @@ def build(
         units: the parameters that are gathered and reduced together.
         sharding: where they live.
         lookups: the segments whose backward does not read their weights.
+        recompute: which forwards run again.
+        blocks: times and sizes of the segments, for a policy that computes again.
     """
     check(schedule)
     program = expanded(schedule, segments_of_stage=segments_of_stage)
@@ -70,6 +77,8 @@ def build(
         replicated=frozenset(index for index, unit in enumerate(units) if unit.replicated),
         placement=sharding.placement,
     )
+    stages = [range(*pair) for pair in pairwise(accumulate(segments_of_stage, initial=0))]
+    program = with_recomputation(program, recompute, blocks, stages=stages)
     program = with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
     program = with_reductions(program, every_microbatch=sharding.placement.gradients and not sharding.keep)
     program = with_transfers(program)

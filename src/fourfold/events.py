@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
-from fourfold.program.actions import RECEIVES, SENDS, Kind, Program
+from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, Kind, Program
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
@@ -78,7 +78,7 @@ def step_events(
     events: list[Event] = []
     for action in program.ranks[rank]:
         kind = action.kind
-        if inside is not None and kind is Kind.FORWARD:
+        if inside is not None and kind in FORWARDS:
             events += inside.forward(action.segment, action.microbatch)
         elif inside is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
             events += inside.backward(action.segment, action.microbatch)

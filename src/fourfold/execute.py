@@ -14,6 +14,7 @@ from fourfold.measured import Trace
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.liveness import Left, left_behind
 from fourfold.segment import Segment
 from fourfold.specs import BATCH_AXES
 from fourfold.weight_gradients import WeightGradients
@@ -55,6 +56,7 @@ class _Step:
     update: Callable[[Tensor], None]
     trace: Trace
     messages: _Messages
+    left: Left
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gathers: dict[int, Pending] = field(default_factory=dict)
@@ -110,10 +112,12 @@ class Executor:
         self._device = mesh.device
         # After a failed step: collectives may still be writing into buffers.
         self._is_broken = False
+        self._read: tuple[Sequence[Action], Left] = ((), left_behind(()))
         self.trace = Trace(self._device, mesh.pp.rank)
         """Of the last step."""
         self._run: dict[Kind, _Run] = {
             Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._backward,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
@@ -152,7 +156,9 @@ class Executor:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self.trace = Trace(self._device, self._mesh.pp.rank)
-        state = _Step(batches, valid_tokens, loss_sum, update, self.trace, self._training)
+        if self._read[0] is not actions:
+            self._read = actions, left_behind(actions)
+        state = _Step(batches, valid_tokens, loss_sum, update, self.trace, self._training, self._read[1])
         for unit in self._units.values():
             unit.begin_step_()
         self._interpret(actions, state, self._run)
@@ -177,7 +183,7 @@ class Executor:
             self._evaluations[count] = _Messages(self._mesh, program)
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
         trace = Trace(self._device, self._mesh.pp.rank)
-        state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count])
+        state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count], left_behind(()))
         results: list[Tensor] = []
 
         def run_forward(state: _Step, action: Action) -> None:
@@ -212,7 +218,8 @@ class Executor:
         segment, microbatch = action.segment, action.microbatch
         x = self._input(state, action)
         start = state.trace.now()
-        y = self._segments[segment].forward(microbatch, x, state.batches[microbatch])
+        keep = action in state.left.tapes
+        y = self._segments[segment].forward(microbatch, x, state.batches[microbatch], keep=keep)
         if segment == self._last:
             state.loss_sum += y
             state.gradients[segment, microbatch] = gradient_of_mean_loss(y, state.valid_tokens)
@@ -220,11 +227,23 @@ class Executor:
             state.outputs[segment, microbatch] = y
         state.trace.add(action, start)
 
+    def _recompute(self, state: _Step, action: Action) -> None:
+        segment, microbatch = action.segment, action.microbatch
+        x = self._input(state, action)
+        start = state.trace.now()
+        keep = action in state.left.tapes
+        y = self._segments[segment].recompute(microbatch, x, state.batches[microbatch], keep=keep)
+        if action in state.left.outputs:
+            state.outputs[segment, microbatch] = y
+        state.trace.add(action, start)
+
     def _input(self, state: _Step, action: Action) -> Tensor | None:
-        """What a forward starts from, once weights and message are here."""
+        """What a forward starts from, once weights and message are here. See [Note: what stays]."""
         self._wait_for_message(state, action)
         self._wait_for_weights(state, action.segment)
-        return state.outputs.pop((action.segment - 1, action.microbatch), None)
+        place = action.segment - 1, action.microbatch
+        stays = action in state.left.inputs
+        return state.outputs.get(place) if stays else state.outputs.pop(place, None)
 
     def _backward(self, state: _Step, action: Action) -> None:
         segment, microbatch = action.segment, action.microbatch

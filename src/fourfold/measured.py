@@ -72,20 +72,22 @@ def measured_timeline(trace: Trace, axis: Axis) -> Timeline:
             _KINDS.index(span.action.kind),
             -1 if span.action.place is None else span.action.place,
             -1 if span.action.turn is None else span.action.turn,
+            span.action.repeat,
             trace.began_at + span.start_seconds,
             trace.began_at + span.end_seconds,
         ]
         for span in trace.spans
     ]
-    mine = torch.tensor(rows, dtype=torch.float64, device=trace.device).view(-1, 5)
+    mine = torch.tensor(rows, dtype=torch.float64, device=trace.device).view(-1, 6)
     began = all_gather(mine.new_tensor([trace.began_at]), axis).min()
     counts = all_gather(torch.tensor([len(rows)], device=trace.device), axis).tolist()
     table = all_gather(mine, axis, counts=counts)
-    table[:, 3:] -= began
+    table[:, 4:] -= began
     ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
     spans = []
-    for rank, (kind, place, turn, start, end) in zip(ranks, table.tolist(), strict=True):
-        action = Action(_KINDS[int(kind)], *(None if n < 0 else int(n) for n in (place, turn)))
+    for rank, (kind, place, turn, repeat, start, end) in zip(ranks, table.tolist(), strict=True):
+        where = [None if n < 0 else int(n) for n in (place, turn)]
+        action = Action(_KINDS[int(kind)], where[0], where[1], int(repeat))
         spans.append(Span(rank, action, start, end))
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start_seconds, span.rank))), {}, axis.size)
 

@@ -29,9 +29,11 @@ from fourfold.models.decoder import Attention
 from fourfold.models.parameters import parameter_sites, parameter_users
 from fourfold.named_weights import NamedWeights
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
+from fourfold.recompute.costs import decoder_blocks
 from fourfold.segment import Segment
 from fourfold.sequence.attention import ContextAttention
 from fourfold.specs import ShardingSection
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.weight_gradients import WeightGradients
 
 
@@ -116,7 +118,7 @@ class ParallelModel:
     def evaluate(self, batches: Sequence[Microbatch]) -> Tensor:
         """Return the sum of the token losses of ``batches``, with forwards only. All ranks call it.
 
-        Pipeline ranks without the last segment get 0: add up over all ranks.
+        Pipeline ranks without the last segment get 0: add up over pp and the axes of the batch.
         """
         losses = self.executor.forward(self._forwards(len(batches)), self.own(batches))
         zero = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -124,10 +126,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def last_logits(self, batch: Microbatch) -> Tensor:
-        """Return the logits after the last token of the only row, (V,), on all pipeline ranks.
+        """Return the logits after the last token of the only row, (V,), on all ranks of pp and tp.
 
-        The weights must be there: see `gather_`. All pipeline ranks call it. The row is whole: where cp is
-        larger than 1, attention is not this model's own but one for whole rows, as in `fourfold.generate`.
+        The weights must be there: see `gather_`. All these ranks call it. The row is whole: where cp is larger
+        than 1, attention is not this model's own but one for whole rows, as in `fourfold.generate`.
         """
         with nullcontext() if self.tensor_parallel is None else self.tensor_parallel.whole_sequence():
             found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
@@ -226,6 +228,8 @@ def parallelize(
     dtype: torch.dtype = torch.float32,
     sharding: ShardingSection = DEFAULT_SHARDING,
     sequence_length: int = 1,
+    rows: int = 1,
+    recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> ParallelModel:
     """Lay ``model`` out on ``mesh``.
 
@@ -238,10 +242,13 @@ def parallelize(
         sharding: how weights are cut over the fsdp axis.
         sequence_length: tokens of a sequence. It decides what attention costs beside the head where layers
             are dealt to pipeline stages, and whether the ranks of tp can divide the tokens.
+        rows: of a microbatch on a rank; a memory budget depends on them.
+        recompute: which forwards run again instead of being kept.
     """
     tensor_parallel = _cut_channels_(model, mesh, sequence_length)
+    cuts = {} if tensor_parallel is None else tensor_parallel.cuts
     context = _cut_sequences_(model, mesh)
-    stages = _stages(model, mesh, microbatches, sequence_length, dtype)
+    stages = _stages(model, mesh, microbatches, sequence_length, dtype, cuts=cuts, joined=recompute.is_none)
     pieces = [piece for stage in stages.pieces for piece in stage]
     rank_of_segment = [
         rank for rank, stage in zip(stages.order.rank_of_segment, stages.pieces, strict=True) for _ in stage
@@ -269,6 +276,17 @@ def parallelize(
         units=[UnitUse(spec.users, spec.is_trained, _is_replicated(spec, mesh)) for spec in specs],
         sharding=plan,
         lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
+        recompute=recompute,
+        blocks=()
+        if recompute.is_none
+        else decoder_blocks(
+            model.spec,
+            rows=rows,
+            sequence_length=sequence_length,
+            itemsize=dtype.itemsize,
+            cp=mesh.cp.size,
+            tp=mesh.tp.size,
+        ),
     )
     mine = [index for index, rank in enumerate(rank_of_segment) if rank == mesh.pp.rank]
     executor = Executor(
@@ -350,9 +368,19 @@ class _Stages:
 
 
 def _stages(
-    model: Decoder, mesh: Mesh, microbatches: int, sequence_length: int, dtype: torch.dtype
+    model: Decoder,
+    mesh: Mesh,
+    microbatches: int,
+    sequence_length: int,
+    dtype: torch.dtype,
+    *,
+    cuts: Mapping[str, Cut],
+    joined: bool,
 ) -> _Stages:
-    """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments."""
+    """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments.
+
+    What runs again is a block: with recomputation none are ``joined``.
+    """
     blocks = model.pieces()
     order = schedule_of(mesh.layout, microbatches=microbatches, layers=max(len(blocks) - 2, 1))
     counts = [len(blocks)]
@@ -361,14 +389,15 @@ def _stages(
     itemsize = master_dtype(dtype).itemsize
     owned = parameter_users(model, [block.modules for block in blocks])
     # By the whole shapes: ranks of tp hold unequal parts of a vocabulary, and must come to the same segments.
-    shapes = model.spec.parameter_shapes()
-    sizes = [
-        sum(prod(shapes[name]) * itemsize // mesh.tp.size for name in parameters) for parameters in owned
-    ]
+    numel = {name: prod(cut.shape) // mesh.tp.size for name, cut in cuts.items()}
+    numel = numel or {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = [sum(numel[name] * itemsize for name in parameters) for parameters in owned]
     names, pieces = [], []
     for first, stop in pairwise(accumulate(counts, initial=0)):
         stage = blocks[first:stop]
-        spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
+        spans = [range(index, index + 1) for index in range(len(stage))]
+        if joined:
+            spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
         names.append([block.name for block in stage])
         pieces.append([join(stage[span.start : span.stop]) for span in spans])
     return _Stages(order, names, pieces, stage[spans[-1].start : -1])

@@ -1,13 +1,64 @@
 """A piece of the model with an explicit forward and backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fourfold.models import Microbatch, Piece
 from fourfold.weight_gradients import WeightGradients
+
+
+class _Moment:
+    """What a forward depends on beside its input and its weights: random generators and buffers.
+
+    [Note: the same forward again] A forward that runs again draws the same random numbers, reads its buffers
+    as they were, and leaves both as it found them. Buffers are exchanged for copies, not written to: a tape
+    may hold them.
+
+    Args:
+        device: where the segment runs.
+        modules: those that it runs.
+    """
+
+    def __init__(self, device: torch.device, modules: Sequence[nn.Module]):
+        self._device = device
+        self._random = torch.get_rng_state()
+        on_device = device.type != "cpu"
+        self._device_random = torch.get_device_module(device).get_rng_state(device) if on_device else None
+        self._buffers = [(owner, name, buffer.clone()) for owner, name, buffer in _buffers(modules)]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let a forward run as at that moment, and put back what there is now."""
+        now = [(owner, name, getattr(owner, name)) for owner, name, _ in self._buffers]
+        for owner, name, buffer in self._buffers:
+            setattr(owner, name, buffer.clone())  # it may have to run once more
+        try:
+            with self._randomness():
+                yield
+        finally:
+            for owner, name, buffer in now:
+                setattr(owner, name, buffer)
+
+    @contextmanager
+    def _randomness(self) -> Iterator[None]:
+        devices = [] if self._device_random is None else [self._device]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            torch.set_rng_state(self._random)
+            if self._device_random is not None:
+                torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
+            yield
+
+
+def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every buffer of the modules with the module that holds it and its name there."""
+    for module in modules:
+        for owner in module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                yield owner, name, buffer
 
 
 class Segment:
@@ -27,15 +78,36 @@ class Segment:
         self._weight_gradients = weight_gradients
         self._live: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
+        self._moments: dict[int, _Moment] = {}
 
-    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch) -> Tensor:
-        """F: compute the output and keep what the backward needs.
+    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, *, keep: bool = True) -> Tensor:
+        """F: compute the output, and keep what the backward needs or what it takes to compute it again.
 
         Args:
             microbatch: which one; identifies what is kept.
             x: the output of the segment before, None for the first.
             batch: the microbatch's tokens, labels and positions.
+            keep: whether the backward needs what this forward computes; else `recompute` comes first.
         """
+        if keep:
+            return self._taped(microbatch, x, batch)
+        self._moments[microbatch] = _Moment(batch.input_ids_BS.device, self.piece.modules)
+        return self.evaluate(x, batch)
+
+    def recompute(self, microbatch: int, x: Tensor | None, batch: Microbatch, *, keep: bool) -> Tensor:
+        """R: compute the same output as `forward`, which kept nothing. See [Note: the same forward again].
+
+        Args:
+            microbatch: as for `forward`.
+            x: equal to what `forward` was given.
+            batch: as for `forward`.
+            keep: whether the backward comes next; else another `recompute`.
+        """
+        moment = self._moments.pop(microbatch) if keep else self._moments[microbatch]
+        with moment.again():
+            return self._taped(microbatch, x, batch) if keep else self.evaluate(x, batch)
+
+    def _taped(self, microbatch: int, x: Tensor | None, batch: Microbatch) -> Tensor:
         leaf = None if x is None else x.detach().requires_grad_()
         with torch.enable_grad():
             y = self.piece.forward(leaf, batch)
@@ -82,4 +154,5 @@ class Segment:
     def reset(self) -> None:
         """Drop everything kept, after a step that failed."""
         self._live.clear()
+        self._moments.clear()
         self._deferred.clear()

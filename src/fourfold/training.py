@@ -21,6 +21,7 @@ from fourfold.optimizer import Update, optimizers
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
 from fourfold.program.actions import SUMS
 from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class Trainer:
             seed=run.seed,
             sharding=run.resolved_sharding,
             sequence_length=run.data.sequence_length,
+            batch=training.batch,
+            recompute=training.recompute,
         )
         self._run = run
         self._data = data
@@ -201,10 +204,13 @@ def initialized(
     seed: int,
     sharding: ShardingSection = DEFAULT_SHARDING,
     sequence_length: int = 1,
+    batch: int = 1,
+    recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> ParallelModel:
     """Build the model on ``mesh`` with its initial weights, the same on every layout.
 
-    Each rank makes what it owns alone: a sharded model is nowhere whole.
+    Each rank makes what it owns alone: a sharded model is nowhere whole. ``batch`` is that of all ranks; only
+    a memory budget depends on it.
     """
     with torch.device("meta"):
         model = Decoder(model_spec)
@@ -215,6 +221,8 @@ def initialized(
         dtype=getattr(torch, dtype),
         sharding=sharding,
         sequence_length=sequence_length,
+        rows=max(1, batch // (microbatches * mesh.data.size)),
+        recompute=recompute,
     )
     initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
     parallel.publish_()

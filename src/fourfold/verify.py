@@ -22,6 +22,7 @@ from fourfold.models import IGNORE, Decoder
 from fourfold.optimizer import gradient_norm, owned_parameters
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
 from fourfold.specs import ModelSpec, ShardingSection
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.training import initialized, rank_batches
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
@@ -126,6 +127,7 @@ def verify(
     dtype: str = "float64",
     seed: int = 0,
     sharding: ShardingSection = DEFAULT_SHARDING,
+    recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> Verification:
     """Run ``steps`` SGD steps on ``mesh`` and in one process, and compare. Called on every rank of ``mesh``.
 
@@ -139,6 +141,7 @@ def verify(
         dtype: ``float64``, ``float32`` or ``bfloat16``.
         seed: of the initial weights.
         sharding: how weights are cut over the fsdp axis.
+        recompute: which forwards the layout runs again.
     """
     parallel = initialized(
         model_spec,
@@ -148,6 +151,8 @@ def verify(
         seed=seed,
         sharding=sharding,
         sequence_length=data.rows(0, batch, range(1)).input_ids_BS.shape[1],
+        batch=batch,
+        recompute=recompute,
     )
     ours, counts, agree = _run_layout(parallel, data, batch=batch, microbatches=microbatches, steps=steps)
     # Rank 0 alone runs the reference; the others receive it tensor by tensor. In bfloat16 the reference is

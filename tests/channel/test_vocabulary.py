@@ -79,7 +79,7 @@ def looked_up(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     ((first, stop),) = vocabulary(weight.shape, mesh.tp.size).runs[mesh.tp.rank]
     embedding = nn.Embedding.from_pretrained(weight[first:stop].clone(), freeze=False)
-    look_up_own_rows_(embedding, first)
+    look_up_own_rows_(embedding, first, vocab_size=len(weight))
     out = embedding(ids)
     out.backward(torch.ones_like(out))
     assert embedding.weight.grad is not None
@@ -94,6 +94,17 @@ def test_the_rows_of_all_ranks_are_the_embedding(ranks: RankPool) -> None:
         assert torch.equal(out, weight[ids])
     counts = torch.cat([gradient for _, gradient in found])[:, 0]
     assert counts.tolist() == [2, 0, 1, 1, 2, 0, 2]
+
+
+def refused_token(token: int) -> str:
+    with pytest.raises(UserError) as caught:
+        looked_up(torch.tensor([[token]]), torch.randn(7, 3))
+    return str(caught.value)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(ranks: RankPool) -> None:
+    for message in (*ranks(2, refused_token, 7), *ranks(2, refused_token, -1)):
+        assert "is outside the vocabulary: use 0 to 6" in message
 
 
 def test_chunks_of_tokens_compute_what_one_does() -> None:

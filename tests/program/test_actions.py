@@ -52,3 +52,12 @@ def test_a_place_is_a_segment_or_a_unit() -> None:
     for mistaken in (lambda: backward.unit, lambda: gather.segment, lambda: gather.microbatch):
         with pytest.raises(AssertionError):
             mistaken()
+
+
+def test_what_runs_again_is_numbered() -> None:
+    for text in ("2R0", "2R0.1", "12R3.10"):
+        assert str(Action.parse(text)) == text
+    assert Action.parse("2R0.1") == Action(Kind.RECOMPUTE, 2, 0, 1)
+    for wrong in ("2F0.1", "2R0.0", "2R", "R0"):
+        with pytest.raises(UserError, match="is not an action"):
+            Action.parse(wrong)

@@ -381,3 +381,29 @@ def test_a_circle_of_sends_is_refused_though_buffers_would_hide_it() -> None:
     )
     first = first.replace("0F1 0SEND_F1 2RECV_F0 2F0 2RECV_F1", "2RECV_F0 0F1 2RECV_F1 0SEND_F1 2F0")
     check(parse(first, second, rank_of_segment=(0, 1, 0), microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("0R0 0B0", "0R0 0R0 0B0", "0R0 stands twice on rank 0: number what is computed again"),
+        ("0F0 1F0", "0R0 0F0 1F0", "0R0 on rank 0 comes before 0F0"),
+        ("0R0 0B0", "0B0 0R0", "0R0 on rank 0 comes after the backward that it is for"),
+        ("0R0 0B0", "0R0 0R0.1 0B0", "0R0 on rank 0: nothing goes on with what it computes"),
+    ],
+)
+def test_a_broken_recomputation_is_refused(old: str, new: str, reason: str) -> None:
+    program = edited(step_program(), "0B0 0F1", "0R0 0B0 0F1")
+    check(program)
+    assert any(reason in message for message in messages(edited(program, old, new)))
+
+
+def test_a_backward_needs_the_forward_that_left_its_tape() -> None:
+    program = edited(step_program(), "1B0 0B0", "0R0 1R0 1B0 0R0.1 0B0")
+    check(program)
+    needs = {str(a): [str(need) for need in program.needs(0, a)] for a in program.ranks[0]}
+    assert needs["1R0"] == ["1F0", "0R0"]
+    assert needs["0R0.1"] == ["0F0"]
+    assert needs["1B0"] == ["1R0"]
+    assert needs["0B0"] == ["0R0.1", "1B0"]
+    assert needs["1B1"] == ["1F1"]

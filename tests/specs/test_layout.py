@@ -206,6 +206,21 @@ def test_world_size():
     assert problems("dp4", world_size=4) == []
 
 
+def test_heads_for_ulysses():
+    """8 query and 4 key/value heads."""
+    assert problems("cp3:ulysses") == [
+        "ulysses=3 does not divide the 8 query heads of a rank (Sequence axis): use cp3:ring",
+        "ulysses=3 neither divides the 4 key/value heads of a rank nor is a multiple (Sequence axis): "
+        "use cp3:ring",
+    ]
+    assert problems("cp8:ulysses,tp2") == [
+        "ulysses=8 does not divide the 4 query heads of a rank (Sequence axis): "
+        "use cp8:ulysses2, cp8:ulysses4 or cp8:ring"
+    ]
+    assert problems("cp2:ulysses,tp8") != []
+    assert [Layout(cp=cp).ulysses(TINY) for cp in (1, 2, 3, 4, 6, 8, 12)] == [1, 2, 1, 4, 2, 8, 4]
+
+
 def test_all_problems_at_once():
     with pytest.raises(UserError) as caught:
         Layout.parse("dp3,tp2").validate(TINY, batch=8, microbatches=1, sequence_length=64, world_size=6)

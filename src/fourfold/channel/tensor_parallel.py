@@ -102,8 +102,8 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
     if plan.embedding is not None:
         embedding = model.get_submodule(plan.embedding)
         assert isinstance(embedding, nn.Embedding)
-        first = cuts[f"{plan.embedding}.weight"].runs[axis.rank][0][0]
-        look_up_own_rows_(embedding, first)
+        cut = cuts[f"{plan.embedding}.weight"]
+        look_up_own_rows_(embedding, cut.runs[axis.rank][0][0], vocab_size=cut.shape[0])
         embedding.register_forward_hook(lambda _module, _args, out: parallel.leave(out))
     if plan.last_norm is not None:
         norm = model.get_submodule(plan.last_norm)

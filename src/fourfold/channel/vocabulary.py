@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fourfold.collectives import all_gather
+from fourfold.errors import UserError
 from fourfold.mesh import Axis
 from fourfold.models.loss import CHUNK_ELEMENTS, check_labels
 
@@ -84,14 +85,23 @@ def _columns(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return is_mine, local.masked_fill(~is_mine, 0)
 
 
-def look_up_own_rows_(embedding: nn.Embedding, first: int) -> None:
+def _check_ids(ids: Tensor, vocab_size: int) -> None:
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        raise UserError(f"token {wrong[0].item()} is outside the vocabulary: use 0 to {vocab_size - 1}")
+
+
+def look_up_own_rows_(embedding: nn.Embedding, first: int, *, vocab_size: int) -> None:
     """Have an embedding that holds the rows from ``first`` on give zeros for all other tokens.
 
-    The rows of all ranks then add up to the whole embedding's.
+    The rows of all ranks then add up to the whole embedding's. A token outside the vocabulary is a
+    `UserError`, on a CPU.
     """
     others: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if args[0].device.type == "cpu":  # an id of no rank would be zeros on all of them
+            _check_ids(args[0], vocab_size)
         is_mine, local = _columns(args[0], first, embedding.weight.shape[0])
         others.append(~is_mine)
         return (local, *args[1:])

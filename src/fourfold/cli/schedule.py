@@ -54,6 +54,9 @@ def schedule(
         Path | None, typer.Option(help="Write it into this JSON file, to be opened in ui.perfetto.dev.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the schedule into this CSV or JSON file.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Show each stage's forward run again before its backward.")
+    ] = False,
 ) -> None:
     """Print the timeline of a pipeline schedule: a row a rank, a column a unit of time."""
     files = {
@@ -73,9 +76,12 @@ def schedule(
         _print_comparison(rows, durations, cap, as_json=as_json)
     if parsed is None or program is None:
         return
+    shown = _recomputed(program) if recompute else program
     if not compare:
-        _print_schedule(parsed, program, durations, as_json=as_json)
-    _write_files(parsed, program, durations, files, quiet=as_json)
+        _print_schedule(parsed, shown, durations, as_json=as_json)
+    for option, path in files.items():  # a file of a schedule holds no R
+        written = program if option == "save" else shown
+        _write_files(parsed, written, durations, {option: path}, quiet=as_json)
 
 
 def _asked(
@@ -150,6 +156,17 @@ def _schedule(
             f"use {choices(keep)}"
         )
     return program
+
+
+def _recomputed(schedule: "Program") -> "Program":
+    """The schedule with activation checkpointing, each stage a block."""
+    from fourfold.recompute.insertion import with_recomputation
+    from fourfold.recompute.plan import Block
+    from fourfold.specs.recompute_name import RecomputeName
+
+    count = schedule.num_segments
+    stages = [range(stage, stage + 1) for stage in range(count)]
+    return with_recomputation(schedule, RecomputeName("full"), [Block()] * count, stages=stages)
 
 
 def _all_schedules(ranks: int, microbatches: int, times: "Times", cap: int | None) -> dict[str, "Program"]:

@@ -29,6 +29,7 @@ class Trial:
     dtype: str
     seed: int = 0
     sharding: "ShardingSection | None" = None
+    recompute: str = "none"
 
 
 def verify(
@@ -54,6 +55,9 @@ def verify(
     accumulate: Annotated[
         str | None, typer.Option(help="Over microbatches: pieces (small) or whole (fast).")
     ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Forwards that run again: none, full, every:2, sqrt, slots:3, min...")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check that a layout computes what one process computes: loss, gradients, norm, weights, token counts.
@@ -62,7 +66,7 @@ def verify(
     """
     sharding = {"pieces": pieces, "prefetch": prefetch, "accumulate": accumulate}
     given: dict[str, object] = {name: value for name, value in sharding.items() if value is not None}
-    trial = _trial(run_file, model, layout, batch, microbatches, steps, dtype, sequence, given)
+    trial = _trial(run_file, model, layout, batch, microbatches, steps, dtype, sequence, given, recompute)
     report = run_trial(trial)
     if report is None:  # another rank of this job reports
         return
@@ -100,6 +104,7 @@ def verify_on_rank(rank: "Rank", trial: Trial) -> "Verification":
     from fourfold.doctor import device_type
     from fourfold.mesh import Mesh
     from fourfold.parallel_model import DEFAULT_SHARDING
+    from fourfold.specs.recompute_name import RecomputeName
     from fourfold.verify import verify
 
     device = device_type(rank.job.local_world_size)
@@ -115,6 +120,7 @@ def verify_on_rank(rank: "Rank", trial: Trial) -> "Verification":
         dtype=trial.dtype,
         seed=trial.seed,
         sharding=trial.sharding or DEFAULT_SHARDING,
+        recompute=RecomputeName.parse(trial.recompute),
     )
 
 
@@ -128,10 +134,12 @@ def _trial(
     dtype: str,
     sequence: int | None,
     sharding: dict[str, object],
+    recompute: str | None = None,
 ) -> Trial:
     """Return what is to be verified. Raises UserError with every problem of the options at once."""
     from fourfold.errors import UserError, choices, nearest
     from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
+    from fourfold.specs.recompute_name import RecomputeName
 
     problems = []
     if (run_file is None) == (model is None):
@@ -152,6 +160,10 @@ def _trial(
         ShardingSection.model_validate(sharding)
     except UserError as error:
         problems += [f"--{message}" for message in error.messages]
+    try:
+        RecomputeName.parse(recompute or "none")
+    except UserError as error:
+        problems += [f"--{message}" for message in error.messages]
     if problems:
         raise UserError(*problems)
     if run_file is not None:
@@ -168,6 +180,7 @@ def _trial(
             dtype=dtype,
             sharding=ShardingSection.model_validate(run.resolved_sharding.model_dump() | sharding),
             seed=run.seed,
+            recompute=recompute or str(run.training.recompute),
         )
     assert model is not None
     assert layout is not None
@@ -188,6 +201,7 @@ def _trial(
         steps=steps,
         dtype=dtype,
         sharding=ShardingSection.model_validate(sharding),
+        recompute=recompute or "none",
     )
 
 

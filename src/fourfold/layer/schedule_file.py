@@ -14,7 +14,7 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.layer.list_scheduling import over_stages
-from fourfold.program.actions import COMPUTE, Action, Program
+from fourfold.program.actions import COMPUTE, Action, Kind, Program
 from fourfold.program.check import check
 
 
@@ -144,7 +144,7 @@ def _actions(rows: list[list[str]]) -> list[list[Action]]:
                 action = Action.parse(text)
             except UserError:
                 action = None
-            if action is None or action.kind not in COMPUTE:
+            if action is None or action.kind not in COMPUTE - {Kind.RECOMPUTE}:
                 problems.append(
                     f"rank {rank}: '{text.strip()}' is not an action of a schedule: write the stage, F, B, I "
                     "or W, and the microbatch, as in 2F0"

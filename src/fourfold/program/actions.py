@@ -24,6 +24,7 @@ class Kind(StrEnum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
+    RECOMPUTE = "R"
     GATHER = "GATHER"
     FREE = "FREE"
     REDUCE = "REDUCE"
@@ -38,7 +39,10 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # of the same text; Enum's own is Python code, and actions are hashed a lot
 
 
-COMPUTE: frozenset[Kind] = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
+FORWARDS: frozenset[Kind] = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
+"""Actions that run a segment's forward on one microbatch, for the first time or again."""
+
+COMPUTE: frozenset[Kind] = FORWARDS | {Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
 """Actions that run a segment's forward or backward on one microbatch."""
 
 SENDS: frozenset[Kind] = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
@@ -59,13 +63,15 @@ SUMS: frozenset[Kind] = frozenset({Kind.REDUCE, Kind.ALL_REDUCE, Kind.LOSS})
 """Collectives that the update waits for."""
 
 _PATTERN = re.compile(
-    r"(\d+)?(UPDATE|ALLREDUCE|REDUCE|GATHER|FREE|SEND_F|RECV_F|SEND_B|RECV_B|LOSS|F|B|I|W)(\d+)?"
+    r"(\d+)?(UPDATE|ALLREDUCE|REDUCE|GATHER|FREE|SEND_F|RECV_F|SEND_B|RECV_B|LOSS|F|B|I|W|R)(\d+)?(?:\.(\d+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing to do: ``2F0`` is the forward of segment 2 on microbatch 0.
+
+    ``2R0`` computes it again, since what it kept was dropped; ``2R0.1`` once more.
 
     On a unit: `GATHER` brings its weights to all ranks that share it, `FREE` releases them, `REDUCE` sums its
     gradients to where they belong, `ALL_REDUCE` sums those sums over the replicas of a sharded model.
@@ -80,11 +86,13 @@ class Action:
         kind: what to do.
         place: the segment, or the unit, that it is done to.
         turn: the microbatch of a segment's action; which of several of a unit's.
+        repeat: of an R, how many have come before it.
     """
 
     kind: Kind
     place: int | None = None
     turn: int | None = None
+    repeat: int = 0
 
     @property
     def segment(self) -> int:
@@ -116,7 +124,7 @@ class Action:
     def __str__(self) -> str:
         place = "" if self.place is None else self.place
         turn = "" if self.turn is None else self.turn
-        return f"{place}{self.kind}{turn}"
+        return f"{place}{self.kind}{turn}" + (f".{self.repeat}" if self.repeat else "")
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -124,9 +132,15 @@ class Action:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise UserError(f"'{text}' is not an action: write it like {choices(_EXAMPLES.values())}")
-        place, kind, turn = match.groups()
-        action = cls(Kind(kind), None if place is None else int(place), None if turn is None else int(turn))
-        if (place is not None, turn is not None) not in _written(action.kind):
+        place, kind, turn, repeat = match.groups()
+        action = cls(
+            Kind(kind),
+            None if place is None else int(place),
+            None if turn is None else int(turn),
+            int(repeat or 0),
+        )
+        wrong_repeat = repeat is not None and (kind != Kind.RECOMPUTE or not action.repeat)
+        if (place is not None, turn is not None) not in _written(action.kind) or wrong_repeat:
             raise UserError(f"'{text}' is not an action: {kind} is written {_EXAMPLES[action.kind]}")
         return action
 
@@ -218,7 +232,7 @@ class Program:
         """Whether an action computes with weights; a weight gradient needs only inputs and gradients."""
         if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
             return action.segment not in self.lookups
-        return action.kind is Kind.FORWARD
+        return action.kind in FORWARDS
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -274,7 +288,9 @@ class Program:
         [Note: dependencies] This is the one place that knows them; `check` and `clock` both ask here.
 
         - the forward of a segment needs the forward of the segment before it;
-        - its backward (B or I) needs its own forward and the backward of the segment after it;
+        - its backward (B or I) needs its own last forward, which left a tape (F, or R), and the backward of
+          the segment after it;
+        - a forward that is computed again (R) needs the first one, and what made its input last;
         - what goes from one rank to another needs to be sent: the compute action needs the SEND, which needs
           what made it, and a RECV before it (in a schedule, where nothing is sent yet, what made it itself);
         - a weight gradient needs the input gradient of the same segment and microbatch;
@@ -300,8 +316,11 @@ class Program:
         if action.kind is Kind.WEIGHT_GRADIENT:
             return [Action(Kind.INPUT_GRADIENT, segment, microbatch)]
         needs = list(self._needs_on_units[rank].get(action, []))
+        first = Action(Kind.FORWARD, segment, microbatch)
+        if action.kind is Kind.RECOMPUTE:
+            return needs + self._needs_on_forwards[rank].get(action, [first])
         if action.kind is not Kind.FORWARD:
-            needs.append(Action(Kind.FORWARD, segment, microbatch))
+            needs += self._needs_on_forwards[rank].get(action, [first])
         if (receive := self.message_needed(action)) is not None:
             needs += [receive, receive.other_end]
         elif action.kind is Kind.FORWARD and segment > 0:
@@ -314,6 +333,28 @@ class Program:
         """The action that computes the gradient of a segment's input: I where the backward is split, or B."""
         split = (segment, microbatch) in self.split_backwards
         return Action(Kind.INPUT_GRADIENT if split else Kind.BACKWARD, segment, microbatch)
+
+    @cached_property
+    def _needs_on_forwards(self) -> tuple[dict[Action, list[Action]], ...]:
+        """What follows from the order of a rank's forwards: of each R, and of each B or I its own."""
+        found: list[dict[Action, list[Action]]] = []
+        for actions in self.ranks:
+            needs: dict[Action, list[Action]] = {}
+            latest: dict[tuple[int, int], Action] = {}
+            for action in actions:
+                if action.kind not in COMPUTE or action.kind is Kind.WEIGHT_GRADIENT:
+                    continue
+                place = action.segment, action.microbatch
+                first = Action(Kind.FORWARD, *place)
+                if action.kind is Kind.RECOMPUTE:
+                    below = latest.get((action.segment - 1, action.microbatch))
+                    needs[action] = [first] + ([below] if below is not None else [])
+                elif action.kind is not Kind.FORWARD:
+                    needs[action] = [latest.get(place, first)]
+                if action.kind in FORWARDS:
+                    latest[place] = action
+            found.append(needs)
+        return tuple(found)
 
     @cached_property
     def _needs_on_units(self) -> tuple[dict[Action, list[Action]], ...]:

@@ -21,6 +21,7 @@ from fourfold.program.actions import (
     Program,
 )
 from fourfold.program.clock import clock, peak_in_flight
+from fourfold.program.liveness import left_behind
 
 
 def check(program: Program, *, max_in_flight: int | None = None) -> None:
@@ -30,7 +31,7 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         program: a program over segments, or a schedule over stages.
         max_in_flight: the most (segment, microbatch) activations that a rank may hold at once.
     """
-    problems = [*_places(program), *_completeness(program)]
+    problems = [*_places(program), *_completeness(program), *_recomputations(program)]
     kinds = {action.kind for _, action in program.actions()}
     if kinds & TRANSFERS and (unpaired := _messages(program)):
         raise UserError(*problems, *unpaired)
@@ -84,6 +85,32 @@ def _completeness(program: Program) -> list[str]:
                 f"the backward of segment {segment} on microbatch {microbatch} is B {b}, I {i}, W {w} times: "
                 "must be B once, or I once and W once"
             )
+    return problems
+
+
+def _recomputations(program: Program) -> list[str]:
+    """What is computed again comes between a forward and its backward, and something goes on with it."""
+    problems = []
+    for rank, actions in enumerate(program.ranks):
+        left = left_behind(actions)
+        done: set[tuple[Kind, int, int]] = set()
+        seen: set[Action] = set()
+        for action in actions:
+            if action.kind not in COMPUTE:
+                continue
+            place = action.segment, action.microbatch
+            if action.kind is Kind.RECOMPUTE:
+                forward = Action(Kind.FORWARD, *place)
+                if action in seen:
+                    problems.append(f"{action} stands twice on rank {rank}: number what is computed again")
+                elif (Kind.FORWARD, *place) not in done:
+                    problems.append(f"{action} on rank {rank} comes before {forward}")
+                elif (Kind.BACKWARD, *place) in done:
+                    problems.append(f"{action} on rank {rank} comes after the backward that it is for")
+                elif action not in left.tapes | left.outputs:
+                    problems.append(f"{action} on rank {rank}: nothing goes on with what it computes")
+                seen.add(action)
+            done.add((Kind.BACKWARD if action.kind is Kind.INPUT_GRADIENT else action.kind, *place))
     return problems
 
 

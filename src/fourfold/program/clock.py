@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fourfold.program.actions import (
     COMMUNICATION,
     COMPUTE,
+    FORWARDS,
     RECEIVES,
     SENDS,
     TRANSFERS,
@@ -18,6 +19,7 @@ from fourfold.program.actions import (
     Kind,
     Program,
 )
+from fourfold.program.liveness import left_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Times:
     def by_kind(self, share: float) -> dict[Kind, float]:
         """The duration of each kind of action on a stage that is so much of what a rank holds."""
         durations = dict.fromkeys(Kind, 0.0) | dict.fromkeys(SENDS, self.send)
-        durations[Kind.FORWARD] = self.forward * share
+        durations |= dict.fromkeys(FORWARDS, self.forward * share)
         durations[Kind.BACKWARD] = (self.input_gradient + self.weight_gradient) * share
         durations[Kind.INPUT_GRADIENT] = self.input_gradient * share
         durations[Kind.WEIGHT_GRADIENT] = self.weight_gradient * share
@@ -194,17 +196,19 @@ def _key(rank: int, action: Action) -> tuple[int | None, Action]:
 def peak_in_flight(program: Program) -> list[int]:
     """For each rank, the most (segment, microbatch) activations that it holds at once.
 
-    An activation lives from its forward to the end of its backward (B), or to its weight gradient (W).
+    An activation lives from the forward that leaves it (F, or R) to the end of its backward (B), or to its
+    weight gradient (W).
     """
     peaks = []
     for actions in program.ranks:
+        tapes = left_behind(actions).tapes
         live: dict[tuple[int, int], None] = {}
         peak = 0
         for action in actions:
             if action.kind not in COMPUTE:
                 continue
             key = (action.segment, action.microbatch)
-            if action.kind is Kind.FORWARD:
+            if action in tapes:
                 live[key] = None
                 peak = max(peak, len(live))
             elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     Kind.FORWARD: "#4c78a8",
+    Kind.RECOMPUTE: "#8fb4d9",
     Kind.BACKWARD: "#f2a541",
     Kind.INPUT_GRADIENT: "#f2a541",
     Kind.WEIGHT_GRADIENT: "#59a14f",
@@ -34,6 +35,7 @@ COLOURS = {
 
 _MEANING = {
     Kind.FORWARD: "F  forward",
+    Kind.RECOMPUTE: "R  forward again",
     Kind.BACKWARD: "B  backward",
     Kind.INPUT_GRADIENT: "I  input gradient",
     Kind.WEIGHT_GRADIENT: "W  weight gradient",

@@ -33,8 +33,11 @@ def _events(span: Span, number: int, microseconds: float) -> list[dict[str, Any]
     if kind in RECEIVES or kind is Kind.FREE:
         return []  # nothing runs
     start, end = span.start_seconds * microseconds, span.end_seconds * microseconds
-    event = {"name": str(span.action), "cat": str(kind), "pid": span.rank, "tid": 0}
-    event["args"] = {"place": span.action.place, "turn": span.action.turn}
+    args = {"place": span.action.place, "turn": span.action.turn}
+    if span.action.repeat:
+        args["repeat"] = span.action.repeat
+    event: dict[str, Any] = {"name": str(span.action), "cat": str(kind), "pid": span.rank, "tid": 0}
+    event["args"] = args
     if kind not in COMMUNICATION:
         return [{**event, "ph": "X", "ts": start, "dur": end - start}]
     # What overlaps needs a begin and an end with a number of its own.

@@ -130,16 +130,12 @@ class Layout:
         heads = model.num_attention_heads // self.tp
         kv_heads = max(1, model.num_key_value_heads // self.tp)
         rules = {
-            f"does not divide num_attention_heads{self._over_tp}={heads}": heads % size == 0,
-            f"neither divides num_key_value_heads{self._over_tp}={kv_heads} nor is a multiple of it": (
+            f"does not divide the {heads} query heads of a rank": heads % size == 0,
+            f"neither divides the {kv_heads} key/value heads of a rank nor is a multiple": (
                 kv_heads % size == 0 or size % kv_heads == 0
             ),
         }
         return [rule for rule, kept in rules.items() if not kept]
-
-    @property
-    def _over_tp(self) -> str:
-        return "" if self.tp == 1 else f"/tp={self.tp}: a rank has"
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -264,8 +260,9 @@ class Layout:
         if not broken:
             return []
         fitting = [value for value in divisors(self.cp) if not self._ulysses_problems(model, value)]
-        written = choices([f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1])
-        others = f"{written}, or cp{self.cp}:ring" if len(fitting) > 1 else f"cp{self.cp}:ring"
+        others = choices(
+            [f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1] + [f"cp{self.cp}:ring"]
+        )
         return [f"ulysses={size} {rule} (Sequence axis): use {others}" for rule in broken]
 
     def validate(

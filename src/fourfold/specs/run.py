@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from fourfold.errors import UserError, nearest
 from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName, written_policies
 from fourfold.specs.spec import Spec
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -28,6 +29,18 @@ def _layout(value: object) -> Layout:
         raise ValueError(f"layout={value!r} must be a string in quotes, e.g. 'dp4'")
     try:
         return Layout.parse(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def _recompute(value: object) -> RecomputeName:
+    """Read the policy's name. A ``ValueError`` is one problem among others to pydantic."""
+    if isinstance(value, RecomputeName):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"recompute={value!r} must be a string in quotes, e.g. 'full'")
+    try:
+        return RecomputeName.parse(value)
     except UserError as error:
         raise ValueError(str(error)) from None
 
@@ -117,6 +130,12 @@ class TrainingSection(Spec):
     microbatches: int = Field(default=1, ge=1, description="pieces in which a rank runs its share of a batch")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32", description="of compute; weights are kept in float32, or float64 for float64"
+    )
+    recompute: Annotated[
+        RecomputeName, BeforeValidator(_recompute), PlainSerializer(RecomputeName.__str__)
+    ] = Field(
+        default=NO_RECOMPUTATION,
+        description=f"forwards that run again instead of being kept: {', '.join(written_policies())}",
     )
 
 

@@ -1,0 +1,1 @@
+"""Activation checkpointing: which forwards run again instead of being kept."""
