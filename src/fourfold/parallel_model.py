@@ -128,8 +128,8 @@ class ParallelModel:
     def last_logits(self, batch: Microbatch) -> Tensor:
         """Return the logits after the last token of the only row, (V,), on all ranks of pp and tp.
 
-        The weights must be there: see `gather_`. All these ranks call it. The row is whole: where cp is larger
-        than 1, attention is not this model's own but one for whole rows, as in `fourfold.generate`.
+        The weights must be there: see `gather_`. All these ranks call it. The row is whole: where cp is
+        larger than 1, attention is not this model's own but one for whole rows, as in `fourfold.generate`.
         """
         with nullcontext() if self.tensor_parallel is None else self.tensor_parallel.whole_sequence():
             found = self.executor.forward(self._one_forward, [batch], head=self._last_logits)
