@@ -19,6 +19,7 @@ from fourfold.channel.plans import decoder_plan
 from fourfold.channel.tensor_parallel import TensorParallel, tensor_parallel_
 from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
 from fourfold.collectives import all_gather, broadcast_
+from fourfold.errors import UserError
 from fourfold.execute import Executor
 from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
@@ -227,7 +228,7 @@ def parallelize(
     microbatches: int = 1,
     dtype: torch.dtype = torch.float32,
     sharding: ShardingSection = DEFAULT_SHARDING,
-    sequence_length: int = 1,
+    sequence_length: int | None = None,
     rows: int = 1,
     recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> ParallelModel:
@@ -241,10 +242,17 @@ def parallelize(
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
         sharding: how weights are cut over the fsdp axis.
         sequence_length: tokens of a sequence. It decides what attention costs beside the head where layers
-            are dealt to pipeline stages, and whether the ranks of tp can divide the tokens.
+            are dealt to pipeline stages, and whether the ranks of tp can divide the tokens. Needed with tp,
+            unless its option says that they are not to.
         rows: of a microbatch on a rank; a memory budget depends on them.
         recompute: which forwards run again instead of being kept.
     """
+    if sequence_length is None and mesh.tp.size > 1 and "tp" not in mesh.layout.options:
+        raise UserError(
+            f"tp={mesh.tp.size} cuts tokens where its ranks divide them (Channel axis): "
+            f"give sequence_length, or use tp{mesh.tp.size}:allreduce"
+        )
+    sequence_length = sequence_length or 1
     tensor_parallel = _cut_channels_(model, mesh, sequence_length)
     cuts = {} if tensor_parallel is None else tensor_parallel.cuts
     context = _cut_sequences_(model, mesh)

@@ -203,7 +203,7 @@ def initialized(
     dtype: str,
     seed: int,
     sharding: ShardingSection = DEFAULT_SHARDING,
-    sequence_length: int = 1,
+    sequence_length: int | None = None,
     batch: int = 1,
     recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> ParallelModel:

@@ -207,6 +207,19 @@ def test_a_plan_that_names_what_is_not_there_is_refused(ranks: RankPool) -> None
         assert "the plan's 'h' is no module of the model" in message
 
 
+def without_a_length(layout: str) -> str:
+    with pytest.raises(UserError) as caught:
+        initialized(
+            ModelSpec.preset("tiny"), Mesh(Layout.parse(layout)), microbatches=1, dtype="float32", seed=0
+        )
+    return str(caught.value)
+
+
+def test_tokens_are_not_cut_by_a_guess(ranks: RankPool) -> None:
+    for message in ranks(2, without_a_length, "tp2"):
+        assert "give sequence_length, or use tp2:allreduce" in message
+
+
 def refusal() -> str:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     model, _ = hugging_face("llama")
