@@ -41,10 +41,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the heads' outputs, projected back to (B, S, C)."""
         # The number of heads is read off the projections: a rank may hold only some of them.
-        split = (*x_BSC.shape[:-1], -1, self.head_dim)
-        q_BSHD = self.q_proj(x_BSC).view(split)
-        k_BSKD = self.k_proj(x_BSC).view(split)
-        v_BSKD = self.v_proj(x_BSC).view(split)
+        q_BSHD, k_BSKD, v_BSKD = (
+            x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim))
+            for x in (self.q_proj(x_BSC), self.k_proj(x_BSC), self.v_proj(x_BSC))
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
         q_BSHD, k_BSKD = rotate(q_BSHD, cos, sin), rotate(k_BSKD, cos, sin)
