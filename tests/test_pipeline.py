@@ -416,8 +416,8 @@ def watching(patch: pytest.MonkeyPatch, parallel: ParallelModel) -> Iterator[tup
     segments = list(parallel.executor._segments.values())
     forward = Segment.forward
 
-    def noted_forward(self: Segment, *args: object) -> Tensor:
-        y = forward(self, *args)  # type: ignore[arg-type]
+    def noted_forward(self: Segment, *args: object, **options: object) -> Tensor:
+        y = forward(self, *args, **options)  # type: ignore[arg-type]
         in_flight.append(sum(segment.in_flight for segment in segments))
         return y
 
