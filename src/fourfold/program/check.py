@@ -93,6 +93,7 @@ def _recomputations(program: Program) -> list[str]:
     problems = []
     for rank, actions in enumerate(program.ranks):
         left = left_behind(actions)
+        useful = left.tapes | left.outputs
         done: set[tuple[Kind, int, int]] = set()
         seen: set[Action] = set()
         for action in actions:
@@ -107,7 +108,7 @@ def _recomputations(program: Program) -> list[str]:
                     problems.append(f"{action} on rank {rank} comes before {forward}")
                 elif (Kind.BACKWARD, *place) in done:
                     problems.append(f"{action} on rank {rank} comes after the backward that it is for")
-                elif action not in left.tapes | left.outputs:
+                elif action not in useful:
                     problems.append(f"{action} on rank {rank}: nothing goes on with what it computes")
                 seen.add(action)
             done.add((Kind.BACKWARD if action.kind is Kind.INPUT_GRADIENT else action.kind, *place))
