@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
-from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, Kind, Program
+from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Kind, Program
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
@@ -80,7 +80,7 @@ def step_events(
         kind = action.kind
         if inside is not None and kind in FORWARDS:
             events += inside.forward(action.segment, action.microbatch)
-        elif inside is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+        elif inside is not None and kind in TAKES_TAPE:
             events += inside.backward(action.segment, action.microbatch)
         elif kind is Kind.LOSS and layout.size(*all_ranks) > 1:
             events.append(Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE))

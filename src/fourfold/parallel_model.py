@@ -268,7 +268,7 @@ def parallelize(
         shards=mesh.shards.size,
         pieces=sharding.pieces,
         dtype=dtype,
-        copies=_copies(tensor_parallel),
+        copies={n: Copies(cut.copies, cut.adds_up) for n, cut in cuts.items() if cut.copies > 1},
     )
     units = _units(model, specs, mesh=mesh, dtype=dtype)
     weight_gradients = WeightGradients()
@@ -351,15 +351,9 @@ def _cut_sequences_(model: Decoder, mesh: Mesh) -> ContextAttention | None:
     return context
 
 
-def _copies(tensor_parallel: TensorParallel | None) -> Mapping[str, Copies]:
-    cuts = {} if tensor_parallel is None else tensor_parallel.cuts
-    return {name: Copies(cut.copies, cut.adds_up) for name, cut in cuts.items() if cut.copies > 1}
-
-
 def _is_replicated(spec: UnitSpec, mesh: Mesh) -> bool:
     """Whether ranks besides those of fsdp add to a unit's gradient."""
-    on_tp = spec.copies.count if spec.copies.add_up else 1
-    return mesh.layout.size(*mesh.layout.replica_axes) * len(spec.holders) * on_tp > 1
+    return mesh.layout.size(*mesh.layout.replica_axes) * len(spec.holders) * spec.copies.summed > 1
 
 
 @dataclass(frozen=True)
@@ -435,8 +429,7 @@ def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torc
     sites = parameter_sites(model)
     units = {}
     for number, spec in enumerate(specs):
-        copies = spec.copies.count if spec.copies.add_up else 1
-        replicas = mesh.sharing(*mesh.layout.replica_axes, stages=spec.holders, copies=copies)
+        replicas = mesh.sharing(*mesh.layout.replica_axes, stages=spec.holders, copies=spec.copies.summed)
         if mesh.pp.rank in spec.holders:
             units[number] = Unit(
                 spec.name,

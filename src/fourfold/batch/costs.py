@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.program.actions import Kind, Program
+from fourfold.program.actions import TAKES_TAPE, Kind, Program
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def held_bytes(program: Program, *, rank: int, units: Mapping[int, UnitSize], te
             weights[action.unit] = unit.numel * unit.weight_bytes
         elif action.kind is Kind.FREE:
             weights.pop(action.unit)
-        elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and placement.gradients:
+        elif action.kind in TAKES_TAPE and placement.gradients:
             for index in program.units_of_segment[action.segment]:
                 if units[index].trained:
                     gradients.setdefault(index, units[index].numel * units[index].master_bytes)

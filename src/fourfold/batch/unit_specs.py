@@ -24,6 +24,11 @@ class Copies:
     count: int = 1
     add_up: bool = False
 
+    @property
+    def summed(self) -> int:
+        """Over how many neighbouring ranks the gradient is a sum."""
+        return self.count if self.add_up else 1
+
 
 NO_COPIES: Mapping[str, Copies] = MappingProxyType({})
 

@@ -42,7 +42,10 @@ class Kind(StrEnum):
 FORWARDS: frozenset[Kind] = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 """Actions that run a segment's forward on one microbatch, for the first time or again."""
 
-COMPUTE: frozenset[Kind] = FORWARDS | {Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
+TAKES_TAPE: frozenset[Kind] = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
+"""Actions that go back through what a forward kept: a whole backward, or its input gradient."""
+
+COMPUTE: frozenset[Kind] = FORWARDS | TAKES_TAPE | {Kind.WEIGHT_GRADIENT}
 """Actions that run a segment's forward or backward on one microbatch."""
 
 SENDS: frozenset[Kind] = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
@@ -230,7 +233,7 @@ class Program:
 
     def reads_weights(self, action: Action) -> bool:
         """Whether an action computes with weights; a weight gradient needs only inputs and gradients."""
-        if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+        if action.kind in TAKES_TAPE:
             return action.segment not in self.lookups
         return action.kind in FORWARDS
 

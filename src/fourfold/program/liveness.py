@@ -9,7 +9,7 @@ a tape. What a forward returns is kept only where something goes on with it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.program.actions import FORWARDS, Action, Kind, Program
+from fourfold.program.actions import FORWARDS, TAKES_TAPE, Action, Kind, Program
 
 Place = tuple[int, int]
 """A segment and a microbatch."""
@@ -47,14 +47,11 @@ def left_behind(actions: Sequence[Action]) -> Left:
                 outputs.add(below)
             used[place] = latest[place] = action
             used.pop(following, None)
-        elif action.kind in _TAKES_TAPE or action.kind is Kind.SEND_ACTIVATION:
+        elif action.kind in TAKES_TAPE or action.kind is Kind.SEND_ACTIVATION:
             made = latest.get((action.segment, action.microbatch))
             if made is not None:
                 (outputs if action.kind is Kind.SEND_ACTIVATION else tapes).add(made)
     return Left(frozenset(tapes), frozenset(inputs), frozenset(outputs))
-
-
-_TAKES_TAPE = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 def peak_bytes(program: Program, *, input_bytes: Sequence[int], tape_bytes: Sequence[int]) -> list[int]:

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import TAKES_TAPE, Action, Kind, Program
 from fourfold.recompute.plan import Block, Plan, plan
 from fourfold.specs.recompute_name import RecomputeName
-
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 
 
 def with_recomputation(
@@ -50,7 +48,7 @@ def _with_stage(
     written: list[Action] = []
     counts: dict[tuple[int, int], int] = {}
     for action in actions:
-        if action.kind in _BACKWARDS and action.segment in chain:
+        if action.kind in TAKES_TAPE and action.segment in chain:
             microbatch = action.microbatch
             for index in plans[at_once[microbatch]][action.segment - chain[0]]:
                 place = chain[index], microbatch
@@ -65,7 +63,7 @@ def _at_once(actions: Sequence[Action], chain: Sequence[int]) -> dict[int, bool]
     found: dict[int, bool] = {}
     before: Action | None = None
     for action in actions:
-        if action.kind in _BACKWARDS and action.segment == chain[-1]:
+        if action.kind in TAKES_TAPE and action.segment == chain[-1]:
             found[action.microbatch] = before == Action(Kind.FORWARD, chain[-1], action.microbatch)
         before = action
     return found
