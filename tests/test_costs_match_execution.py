@@ -100,7 +100,7 @@ def events_of_a_step(
         units={number: unit.size for number, unit in parallel.units_by_number.items()},
         activation_bytes=[tokens * spec.hidden_size * itemsize // (tp if is_cut else 1)] * microbatches,
         inside=SegmentCosts(
-            parallel.blocks,
+            [piece.blocks for piece in parallel.stages.segments],
             channel=channel if tp > 1 else None,
             sequence=sequence if cp > 1 else None,
         ),

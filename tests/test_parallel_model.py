@@ -84,7 +84,7 @@ def logits_of_a_row(layout: str, vocab_size: int) -> tuple[Tensor, Tensor, int]:
     found.gather_()
     with torch.no_grad():
         expected = model.last_logits(model.residual(row))
-    return found.last_logits(row), expected, len(found.before_head)
+    return found.last_logits(row), expected, len(found.stages.before_head)
 
 
 @pytest.mark.parametrize("vocab_size", [67, 512])

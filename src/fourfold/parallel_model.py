@@ -4,37 +4,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
-from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fourfold.batch.reduction import blocks_of_segments
+from fourfold.batch.rank_units import rank_units_
 from fourfold.batch.unit_specs import Copies, UnitSpec, unit_specs
-from fourfold.batch.units import Unit, master_dtype
+from fourfold.batch.units import Unit
 from fourfold.build import Sharding, UnitUse, build, evaluation
 from fourfold.channel.cuts import Cut
-from fourfold.channel.plans import decoder_plan
-from fourfold.channel.tensor_parallel import TensorParallel, tensor_parallel_
-from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
+from fourfold.channel.decoder import cut_channels_
+from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.collectives import all_gather, broadcast_
 from fourfold.errors import UserError
 from fourfold.execute import Executor
-from fourfold.flops import forward_flops
-from fourfold.layer.schedules import schedule_of
-from fourfold.layer.split import split
 from fourfold.mesh import Axis, Mesh
-from fourfold.models import Decoder, Microbatch, Piece, join
-from fourfold.models.decoder import Attention
-from fourfold.models.parameters import parameter_sites, parameter_users
+from fourfold.models import Decoder, Microbatch
 from fourfold.named_weights import NamedWeights
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.segment import Segment
 from fourfold.sequence.attention import ContextAttention
+from fourfold.sequence.decoder import cut_sequences_
 from fourfold.specs import ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
+from fourfold.stages import Stages, cut_layers
 from fourfold.weight_gradients import WeightGradients
 
 
@@ -48,11 +42,9 @@ class ParallelModel:
             or after `gather_`; reading one at another time is an error that PyTorch may not catch. Take them
             from `named_masters`.
         mesh: the ranks.
+        stages: which blocks each pipeline stage has, and the segments that they make.
         unit_specs: the units of all pipeline ranks, by number in the program.
-        units: the flat buffers of weights and gradients that this rank holds, by that number.
-        stages: the names of the blocks of each pipeline stage.
-        blocks: the names of the blocks of each segment, of all pipeline ranks.
-        before_head: the blocks that are joined with the head to the last segment.
+        units_by_number: the flat buffers of weights and gradients that this rank holds.
         program: what each pipeline rank does in a training step.
         sharding: how the units are spread on the Batch axis.
         executor: runs it.
@@ -62,11 +54,9 @@ class ParallelModel:
 
     model: Decoder
     mesh: Mesh
+    stages: Stages
     unit_specs: Sequence[UnitSpec]
     units_by_number: Mapping[int, Unit]
-    stages: Sequence[Sequence[str]]
-    blocks: Sequence[Sequence[str]]
-    before_head: Sequence[Piece]
     program: Program
     sharding: Sharding
     executor: Executor
@@ -143,7 +133,7 @@ class ParallelModel:
 
     def _last_logits(self, x_BSC: Tensor | None, batch: Microbatch) -> Tensor:
         """The last segment with logits in place of the loss."""
-        for block in self.before_head:
+        for block in self.stages.before_head:
             x_BSC = block.forward(x_BSC, batch)
         assert x_BSC is not None
         return self.model.last_logits(x_BSC)
@@ -253,27 +243,29 @@ def parallelize(
             f"give sequence_length, or use tp{mesh.tp.size}:allreduce"
         )
     sequence_length = sequence_length or 1
-    tensor_parallel = _cut_channels_(model, mesh, sequence_length)
+    tensor_parallel = cut_channels_(model, mesh, sequence_length)
+    context = cut_sequences_(model, mesh)
     cuts = {} if tensor_parallel is None else tensor_parallel.cuts
-    context = _cut_sequences_(model, mesh)
-    stages = _stages(model, mesh, microbatches, sequence_length, dtype, cuts=cuts, joined=recompute.is_none)
-    pieces = [piece for stage in stages.pieces for piece in stage]
-    rank_of_segment = [
-        rank for rank, stage in zip(stages.order.rank_of_segment, stages.pieces, strict=True) for _ in stage
-    ]
+    stages = cut_layers(
+        model,
+        mesh,
+        microbatches=microbatches,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        cuts=cuts,
+        joined=recompute.is_none,
+    )
     specs = unit_specs(
         model,
-        {piece.name: piece.modules for piece in pieces},
-        rank_of_segment=rank_of_segment,
+        {piece.name: piece.modules for piece in stages.segments},
+        rank_of_segment=stages.rank_of_segment,
         shards=mesh.shards.size,
         pieces=sharding.pieces,
         dtype=dtype,
-        copies={n: Copies(cut.copies, cut.adds_up) for n, cut in cuts.items() if cut.copies > 1},
+        copies={name: Copies(cut.copies, cut.adds_up) for name, cut in cuts.items() if cut.copies > 1},
     )
-    units = _units(model, specs, mesh=mesh, dtype=dtype)
-    weight_gradients = WeightGradients()
-    weight_gradients.attach_(model)
-    plan = Sharding(
+    units = rank_units_(model, specs, mesh=mesh, dtype=dtype)
+    sharded = Sharding(
         mesh.layout.placement,
         prefetch=sharding.prefetch,
         keep=sharding.accumulate == "whole" or (sharding.accumulate == "auto" and mesh.pp.size > 1),
@@ -282,12 +274,10 @@ def parallelize(
         stages.order,
         segments_of_stage=[len(stage) for stage in stages.pieces],
         units=[UnitUse(spec.users, spec.is_trained, _is_replicated(spec, mesh)) for spec in specs],
-        sharding=plan,
-        lookups=frozenset(index for index, piece in enumerate(pieces) if piece.is_lookup),
+        sharding=sharded,
+        lookups=frozenset(index for index, piece in enumerate(stages.segments) if piece.is_lookup),
         recompute=recompute,
-        blocks=()
-        if recompute.is_none
-        else decoder_blocks(
+        blocks=decoder_blocks(
             model.spec,
             rows=rows,
             sequence_length=sequence_length,
@@ -296,113 +286,43 @@ def parallelize(
             tp=mesh.tp.size,
         ),
     )
-    mine = [index for index, rank in enumerate(rank_of_segment) if rank == mesh.pp.rank]
-    executor = Executor(
+    executor = _executor(model, mesh, stages, units, program, tensor_parallel, dtype=dtype)
+    return ParallelModel(
+        model, mesh, stages, specs, units, program, sharded, executor, tensor_parallel, context
+    )
+
+
+def _executor(
+    model: Decoder,
+    mesh: Mesh,
+    stages: Stages,
+    units: Mapping[int, Unit],
+    program: Program,
+    tensor_parallel: TensorParallel | None,
+    *,
+    dtype: torch.dtype,
+) -> Executor:
+    """What runs the program with the segments and units of this rank."""
+    weight_gradients = WeightGradients()
+    weight_gradients.attach_(model)
+    segments = {
+        index: Segment(piece, weight_gradients)
+        for index, (piece, rank) in enumerate(zip(stages.segments, stages.rank_of_segment, strict=True))
+        if rank == mesh.pp.rank
+    }
+    return Executor(
         program,
-        {index: Segment(pieces[index], weight_gradients) for index in mine},
+        segments,
         units,
         weight_gradients=weight_gradients,
         mesh=mesh,
         activation=partial(_activation, model, tensor_parallel, dtype=dtype, device=mesh.device),
     )
-    return ParallelModel(
-        model,
-        mesh,
-        specs,
-        units,
-        stages.names,
-        [piece.blocks for piece in pieces],
-        stages.before_head,
-        program,
-        plan,
-        executor,
-        tensor_parallel,
-        context,
-    )
-
-
-def _cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorParallel | None:
-    """Cut the model on the tp axis, and its loss with it."""
-    if mesh.tp.size == 1:
-        return None
-    parallel = tensor_parallel_(
-        model,
-        decoder_plan(model.spec),
-        mesh.tp,
-        sequence_parallel=mesh.layout.sequence_parallel(sequence_length),
-    )
-    ((first, _),) = parallel.cuts["model.embed_tokens.weight"].runs[mesh.tp.rank]
-    model.cross_entropy = partial(
-        vocabulary_parallel_cross_entropy_sum, axis=mesh.tp, first=first, vocab_size=model.spec.vocab_size
-    )
-    model.vocabulary_ranks = mesh.tp.size
-    return parallel
-
-
-def _cut_sequences_(model: Decoder, mesh: Mesh) -> ContextAttention | None:
-    """Let the model attend over the ranks of cp."""
-    if mesh.cp.size == 1:
-        return None
-    ring, ulysses = mesh.split("cp", mesh.layout.ulysses(model.spec))
-    context = ContextAttention(ring=ring, ulysses=ulysses)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = context
-    return context
 
 
 def _is_replicated(spec: UnitSpec, mesh: Mesh) -> bool:
     """Whether ranks besides those of fsdp add to a unit's gradient."""
     return mesh.layout.size(*mesh.layout.replica_axes) * len(spec.holders) * spec.copies.summed > 1
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The schedule, the names of the blocks of each of its stages, and the segments that they make.
-
-    ``before_head`` are the blocks that are joined with the head.
-    """
-
-    order: Program
-    names: Sequence[Sequence[str]]
-    pieces: Sequence[Sequence[Piece]]
-    before_head: Sequence[Piece]
-
-
-def _stages(
-    model: Decoder,
-    mesh: Mesh,
-    microbatches: int,
-    sequence_length: int,
-    dtype: torch.dtype,
-    *,
-    cuts: Mapping[str, Cut],
-    joined: bool,
-) -> _Stages:
-    """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments.
-
-    What runs again is a block: with recomputation none are ``joined``.
-    """
-    blocks = model.pieces()
-    order = schedule_of(mesh.layout, microbatches=microbatches, layers=max(len(blocks) - 2, 1))
-    counts = [len(blocks)]
-    if order.num_segments > 1:
-        counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
-    itemsize = master_dtype(dtype).itemsize
-    owned = parameter_users(model, [block.modules for block in blocks])
-    # By the whole shapes: ranks of tp hold unequal parts of a vocabulary, and must come to the same segments.
-    numel = {name: prod(cut.shape) // mesh.tp.size for name, cut in cuts.items()}
-    numel = numel or {name: parameter.numel() for name, parameter in model.named_parameters()}
-    sizes = [sum(numel[name] * itemsize for name in parameters) for parameters in owned]
-    names, pieces = [], []
-    for first, stop in pairwise(accumulate(counts, initial=0)):
-        stage = blocks[first:stop]
-        spans = [range(index, index + 1) for index in range(len(stage))]
-        if joined:
-            spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
-        names.append([block.name for block in stage])
-        pieces.append([join(stage[span.start : span.stop]) for span in spans])
-    return _Stages(order, names, pieces, stage[spans[-1].start : -1])
 
 
 def _activation(
@@ -421,50 +341,3 @@ def _activation(
     if tensor_parallel is not None and tensor_parallel.sequence_parallel:
         S //= tensor_parallel.axis.size
     return torch.empty(B, S, model.spec.hidden_size, dtype=dtype, device=device)
-
-
-def _units(model: Decoder, specs: Sequence[UnitSpec], *, mesh: Mesh, dtype: torch.dtype) -> dict[int, Unit]:
-    """Make the units of this rank, by number. All ranks make the same process groups in the same order."""
-    named = dict(model.named_parameters())
-    sites = parameter_sites(model)
-    units = {}
-    for number, spec in enumerate(specs):
-        replicas = mesh.sharing(*mesh.layout.replica_axes, stages=spec.holders, copies=spec.copies.summed)
-        if mesh.pp.rank in spec.holders:
-            units[number] = Unit(
-                spec.name,
-                {slot.name: named[slot.name] for slot in spec.slots},
-                sites,
-                pieces=spec.pieces,
-                placement=mesh.layout.placement,
-                shards=mesh.shards,
-                replicas=replicas,
-                dtype=dtype,
-                master_dtype=spec.master_dtype,
-                device=mesh.device,
-            )
-    if mesh.layout.placement.weights:
-        _guard_(model, list(units.values()), sites)
-    return units
-
-
-def _guard_(
-    model: nn.Module, units: Sequence[Unit], sites: Mapping[str, Sequence[tuple[nn.Module, str]]]
-) -> None:
-    """Refuse to use weights that are not there: memory would be read that is not the process's any more."""
-
-    def refuse(unit: Unit, *_: object) -> None:
-        if not unit.is_present:
-            raise RuntimeError(
-                f"the weights of {unit.name} are not on this rank: between its uses in a step a sharded unit "
-                "holds a piece only; call ParallelModel.gather_ on all ranks to use the model outside a step"
-            )
-
-    def refuse_all(*_: object) -> None:
-        for unit in units:
-            refuse(unit)
-
-    for unit in units:
-        for module in {module for slot in unit.slots for module, _ in sites[slot.name]}:
-            module.register_forward_pre_hook(partial(refuse, unit))
-    model.register_state_dict_pre_hook(refuse_all)

@@ -95,7 +95,7 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
             rank.finished(report.step)
 
         def on_start(model: ParallelModel) -> None:
-            if reporter is not None and len(model.stages) > 1:
+            if reporter is not None and len(model.stages.blocks) > 1:
                 reporter.console.print(_stages(model))
             if reporter is not None and model.tensor_parallel is not None:
                 reporter.console.print(_stream(model.tensor_parallel))
@@ -160,7 +160,7 @@ def _stages(model: ParallelModel) -> str:
     place = model.program.rank_of_segment
     lines = []
     first = 0
-    for number, names in enumerate(model.stages):
+    for number, names in enumerate(model.stages.blocks):
         held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         lines.append(f"stage {number} on pipeline rank {place[first]}: {held}")
         first += len(names)

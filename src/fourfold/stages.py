@@ -1,0 +1,91 @@
+"""The stages of a pipeline, and the segments that each computes in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+
+from fourfold.batch.reduction import blocks_of_segments
+from fourfold.batch.units import master_dtype
+from fourfold.channel.cuts import Cut
+from fourfold.flops import forward_flops
+from fourfold.layer.schedules import schedule_of
+from fourfold.layer.split import split
+from fourfold.mesh import Mesh
+from fourfold.models import Decoder, Piece, join
+from fourfold.models.parameters import parameter_users
+from fourfold.program.actions import Program
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The blocks of a model, dealt to the stages of a pipeline.
+
+    Attributes:
+        order: the schedule: in which order the stages' forwards and backwards run.
+        blocks: the names of the blocks of each stage.
+        pieces: what computes as one: the segments of each stage.
+        before_head: the blocks that are joined with the head to the last segment.
+    """
+
+    order: Program
+    blocks: Sequence[Sequence[str]]
+    pieces: Sequence[Sequence[Piece]]
+    before_head: Sequence[Piece]
+
+    @property
+    def segments(self) -> list[Piece]:
+        """Those of all stages, in model order."""
+        return [piece for stage in self.pieces for piece in stage]
+
+    @property
+    def rank_of_segment(self) -> list[int]:
+        """The pipeline rank of each segment."""
+        ranks = zip(self.order.rank_of_segment, self.pieces, strict=True)
+        return [rank for rank, stage in ranks for _ in stage]
+
+
+def cut_layers(
+    model: Decoder,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    sequence_length: int,
+    dtype: torch.dtype,
+    cuts: Mapping[str, Cut],
+    joined: bool,
+) -> Stages:
+    """Deal the model's blocks to pipeline stages, and join small neighbours of a stage to segments.
+
+    Args:
+        model: the blocks.
+        mesh: how many stages there are, and in which order they run.
+        microbatches: of a step.
+        sequence_length: tokens of a row; it decides what attention costs beside the head.
+        dtype: what computation runs in.
+        cuts: what the ranks of tp hold of each parameter; empty where tp is 1.
+        joined: False where each block is a segment of its own, as with recomputation: what runs again is a
+            block.
+    """
+    blocks = model.pieces()
+    order = schedule_of(mesh.layout, microbatches=microbatches, layers=max(len(blocks) - 2, 1))
+    counts = [len(blocks)]
+    if order.num_segments > 1:
+        counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
+    itemsize = master_dtype(dtype).itemsize
+    owned = parameter_users(model, [block.modules for block in blocks])
+    # By the whole shapes: ranks of tp hold unequal parts of a vocabulary, and must come to the same segments.
+    numel = {name: prod(cut.shape) // mesh.tp.size for name, cut in cuts.items()}
+    numel = numel or {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = [sum(numel[name] * itemsize for name in parameters) for parameters in owned]
+    names, pieces = [], []
+    for first, stop in pairwise(accumulate(counts, initial=0)):
+        stage = blocks[first:stop]
+        spans = [range(index, index + 1) for index in range(len(stage))]
+        if joined:
+            spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
+        names.append([block.name for block in stage])
+        pieces.append([join(stage[span.start : span.stop]) for span in spans])
+    return Stages(order, names, pieces, stage[spans[-1].start : -1])
