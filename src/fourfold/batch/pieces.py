@@ -54,12 +54,13 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
         for index, shapes in enumerate(units)
         if 2 * max(map(math.prod, shapes.values())) <= _numel(shapes)
     ]
-    pieces = [_rows(shapes, ranks) for shapes in units]
+    by_rows = [_rows(shapes, ranks) for shapes in units]
+    pieces = list(by_rows)
     for index, chosen in zip(whole, _matrices([units[i] for i in whole], ranks), strict=True):
         pieces[index] = chosen
     if how == "blocks" or balance(pieces) <= BALANCED:
         return pieces
-    return cut(units, ranks=ranks, how="rows")
+    return by_rows
 
 
 def balance(pieces: Iterable[Pieces]) -> float:

@@ -217,7 +217,14 @@ class Program:
 
     def units_on(self, rank: int) -> tuple[int, ...]:
         """The units that segments of ``rank`` use."""
-        return tuple(unit for unit in range(len(self.users)) if rank in self.holders(unit))
+        return self._units_on[rank]
+
+    @cached_property
+    def _units_on(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(unit for unit, holders in enumerate(self._holders) if rank in holders)
+            for rank in range(len(self.ranks))
+        )
 
     def trained_on(self, rank: int) -> tuple[int, ...]:
         """The units whose gradients ``rank`` contributes to."""
@@ -246,7 +253,11 @@ class Program:
 
     def holders(self, unit: int) -> frozenset[int]:
         """The pipeline ranks whose segments use a unit."""
-        return frozenset(self.rank_of_segment[segment] for segment in self.users[unit])
+        return self._holders[unit]
+
+    @cached_property
+    def _holders(self) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(self.rank_of_segment[segment] for segment in users) for users in self.users)
 
     def peer(self, transfer: Action) -> int:
         """The pipeline rank at the other end of a SEND or RECV."""

@@ -1,0 +1,260 @@
+"""A decoder laid out on a mesh, in numbers: its stages, segments, units and program, without a weight.
+
+It is what `fourfold.parallel_model.parallelize` makes of the same model and layout, for every pipeline rank
+at once and for any number of ranks. A test holds the two against each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+
+from fourfold.batch.costs import UnitSize
+from fourfold.batch.pieces import Pieces, cut
+from fourfold.batch.reduction import blocks_of_segments
+from fourfold.build import Sharding, UnitUse, build
+from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
+from fourfold.channel.plans import decoder_plan
+from fourfold.flops import forward_flops
+from fourfold.layer.schedules import schedule_of
+from fourfold.layer.split import split
+from fourfold.program.actions import Program
+from fourfold.recompute.costs import decoder_blocks
+from fourfold.specs import Layout, ModelSpec, ShardingSection
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
+
+ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element, by the dtypes that computation can run in."""
+
+
+def master_dtype(dtype: str) -> str:
+    """The dtype of master weights, gradients and their reduction: float32 at least."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be trained in one step, and how.
+
+    Attributes:
+        spec: the model.
+        layout: how it is cut over ranks.
+        batch: sequences of a step, over all ranks, each of ``sequence_length`` tokens.
+        microbatches: into how many pieces a rank's share of a batch is cut.
+        dtype: what computation runs in.
+        sharding: how weights are cut over the fsdp axis.
+        recompute: which forwards run again.
+        optimizer: ``adamw`` or ``muon``.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    batch: int
+    sequence_length: int
+    microbatches: int = 1
+    dtype: str = "float32"
+    sharding: ShardingSection = field(default_factory=ShardingSection)
+    recompute: RecomputeName = NO_RECOMPUTATION
+    optimizer: str = "adamw"
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch on a rank."""
+        return self.batch // (self.microbatches * self.layout.size("dp", "fsdp"))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the dtype that computation runs in."""
+        return ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class UnitOutline:
+    """Parameters that are gathered and reduced together.
+
+    Attributes:
+        shapes: of its parameters on a rank of tp, by name.
+        pieces: how they are cut over the ranks of fsdp.
+        users: the segments that compute with them.
+        holders: the pipeline ranks that hold them.
+        over_tp: whether its gradient is summed over ranks of tp.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Pieces
+    users: tuple[int, ...]
+    holders: tuple[int, ...]
+    over_tp: bool
+
+    def size(self, shard: int, dtype: str) -> UnitSize:
+        """What the formulas of the Batch axis need to know, on rank ``shard`` of the pieces."""
+        master = master_dtype(dtype)
+        return UnitSize(
+            self.pieces.counts, shard, dtype, ITEMSIZES[dtype], master, ITEMSIZES[master], True, self.over_tp
+        )
+
+
+@dataclass(frozen=True)
+class Outline:
+    """See `outline`.
+
+    Attributes:
+        step: what is outlined.
+        program: what each pipeline rank does.
+        blocks: the names of each segment's blocks, in order: ``embed``, ``layer.0``..., ``head``.
+        units: by their number in the program.
+    """
+
+    step: Step
+    program: Program
+    blocks: Sequence[Sequence[str]]
+    units: Sequence[UnitOutline]
+
+    def units_on(self, rank: int, shard: int) -> dict[int, UnitSize]:
+        """The units of a pipeline rank by number, on rank ``shard`` of their pieces."""
+        return {
+            number: unit.size(shard, self.step.dtype)
+            for number, unit in enumerate(self.units)
+            if rank in unit.holders
+        }
+
+    def heaviest_shard(self, rank: int) -> int:
+        """Which rank of the pieces owns most, on a pipeline rank."""
+        counts = [unit.pieces.counts for unit in self.units if rank in unit.holders]
+        loads = [sum(owned) for owned in zip(*counts, strict=True)]
+        return loads.index(max(loads))
+
+
+def outline(step: Step, *, tp_rank: int = 0) -> Outline:
+    """Lay a decoder out, as one rank of tp sees it.
+
+    Args:
+        step: what to lay out. Its layout fits the model and the batch (`Layout.problems`).
+        tp_rank: of the tp axis: parts of a vocabulary may be unequal.
+
+    Raises:
+        UserError: where the schedule does not fit, or a memory budget is too small.
+    """
+    spec, layout = step.spec, step.layout
+    cuts = decoder_cuts(spec, layout.tp, sequence_parallel=layout.sequence_parallel(step.sequence_length))
+    order = schedule_of(layout, microbatches=step.microbatches, layers=spec.num_hidden_layers)
+    counts = [spec.num_hidden_layers + 2]
+    if order.num_segments > 1:
+        counts = split(forward_flops(spec, step.sequence_length).segments, stages=order.num_segments)
+    blocks, per_stage = _segments(step, cuts, counts)
+    rank_of_segment = [
+        rank for rank, size in zip(order.rank_of_segment, per_stage, strict=True) for _ in range(size)
+    ]
+    units = _units(step, cuts, blocks, rank_of_segment, tp_rank)
+    replicas = layout.size(*layout.replica_axes)
+    program = build(
+        order,
+        segments_of_stage=per_stage,
+        units=[
+            UnitUse(unit.users, replicated=replicas * len(unit.holders) > 1 or unit.over_tp) for unit in units
+        ],
+        sharding=Sharding(
+            layout.placement,
+            prefetch=step.sharding.prefetch,
+            keep=step.sharding.accumulate == "whole"
+            or (step.sharding.accumulate == "auto" and layout.pp > 1),
+        ),
+        lookups=frozenset(index for index, names in enumerate(blocks) if names == ["embed"]),
+        recompute=step.recompute,
+        blocks=decoder_blocks(
+            spec,
+            rows=step.rows,
+            sequence_length=step.sequence_length,
+            itemsize=step.itemsize,
+            cp=layout.cp,
+            tp=layout.tp,
+        ),
+    )
+    return Outline(step, program, blocks, units)
+
+
+def _segments(
+    step: Step, cuts: Mapping[str, Cut], counts: Sequence[int]
+) -> tuple[list[list[str]], list[int]]:
+    """The names of each segment's blocks, and how many segments each stage has."""
+    names = ["embed", *(f"layer.{index}" for index in range(step.spec.num_hidden_layers)), "head"]
+    # By whole shapes, as in `fourfold.stages`: ranks of tp hold unequal parts of a vocabulary.
+    itemsize = ITEMSIZES[master_dtype(step.dtype)]
+    sizes = dict.fromkeys(names, 0)
+    for name, found in cuts.items():
+        sizes[block_of(name)] += prod(found.shape) // step.layout.tp * itemsize
+    blocks: list[list[str]] = []
+    per_stage = []
+    for first, stop in pairwise(accumulate(counts, initial=0)):
+        stage = names[first:stop]
+        spans = [range(index, index + 1) for index in range(len(stage))]
+        if step.recompute.is_none:
+            spans = blocks_of_segments([sizes[name] for name in stage], sharded=step.layout.placement.weights)
+        blocks += [stage[span.start : span.stop] for span in spans]
+        per_stage.append(len(spans))
+    return blocks, per_stage
+
+
+def block_of(parameter: str) -> str:
+    """The block that a parameter belongs to; a tied head's is the embedding's."""
+    if parameter.startswith("model.layers."):
+        return f"layer.{parameter.split('.')[2]}"
+    return "embed" if parameter.startswith("model.embed_tokens") else "head"
+
+
+def decoder_cuts(spec: ModelSpec, ranks: int, *, sequence_parallel: bool) -> dict[str, Cut]:
+    """The cut of every parameter of a decoder on the tp axis, by name."""
+    plan = decoder_plan(spec)
+    cuts = {}
+    for name, shape in spec.parameter_shapes().items():
+        module, _, attribute = name.rpartition(".")
+        place, _, short = module.rpartition(".")
+        branch = plan.branch(place) or plan.branch(place.rpartition(".")[0])
+        cuts[name] = whole(shape, ranks, adds_up=sequence_parallel or branch is not None)
+        if ranks == 1:
+            continue
+        if module in (plan.embedding, plan.head):
+            cuts[name] = vocabulary(shape, ranks)
+        elif branch is not None and short in branch.columns:
+            cuts[name] = in_parts(shape, 0, ranks, groups=branch.columns[short].groups)
+        elif branch is not None and short in branch.rows and attribute == "weight":
+            cuts[name] = in_parts(shape, 1, ranks)
+    return cuts
+
+
+def _units(
+    step: Step,
+    cuts: Mapping[str, Cut],
+    blocks: Sequence[Sequence[str]],
+    rank_of_segment: Sequence[int],
+    tp_rank: int,
+) -> list[UnitOutline]:
+    """The units, in the order and with the pieces that `fourfold.batch.unit_specs` gives them."""
+    segment_of = {name: index for index, names in enumerate(blocks) for name in names}
+    last = len(blocks) - 1
+    grouped: dict[tuple[int, tuple[int, ...], tuple[int, bool]], dict[str, tuple[int, ...]]] = {}
+    for name, found in cuts.items():
+        own = segment_of[block_of(name)]
+        is_shared = step.spec.tie_word_embeddings and name == "model.embed_tokens.weight"
+        users = (own, last) if is_shared and own != last else (own,)
+        holders = tuple(sorted({rank_of_segment[user] for user in users}))
+        copies = (found.copies, found.adds_up) if step.layout.tp > 1 and found.copies > 1 else (1, False)
+        grouped.setdefault((own, holders, copies), {})[name] = users
+    keys = sorted(grouped)
+    shapes = [{name: cuts[name].local_shape(tp_rank) for name in grouped[key]} for key in keys]
+    pieces: dict[int, Pieces] = {}
+    make = partial(cut, ranks=step.layout.size(*step.layout.shard_axes), how=step.sharding.pieces)
+    for dealt in dict.fromkeys(key[1:] for key in keys):
+        numbers = [number for number, key in enumerate(keys) if key[1:] == dealt]
+        pieces.update(zip(numbers, make([shapes[number] for number in numbers]), strict=True))
+    return [
+        UnitOutline(
+            shapes[number],
+            pieces[number],
+            tuple(sorted({user for users in grouped[key].values() for user in users})),
+            key[1],
+            over_tp=key[2][1],
+        )
+        for number, key in enumerate(keys)
+    ]
