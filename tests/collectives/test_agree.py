@@ -16,6 +16,7 @@ from fourfold.collectives import (
     barrier,
     broadcast_,
     differentiable,
+    exchange_,
     recv_,
     reduce_,
     reduce_scatter,
@@ -83,6 +84,17 @@ def other_message() -> str:
     return error
 
 
+def other_exchange() -> str:
+    """Rank 1 expects more than rank 0 sends; what it sends itself fits."""
+
+    def call(axis: Axis) -> object:
+        sent, received = ((4, 3), (3, 5))[axis.rank]
+        peer = 1 - axis.rank
+        return exchange_({peer: torch.ones(sent)}, {peer: torch.ones(received)}, axis).wait()
+
+    return error_in(call)
+
+
 def very_long_shapes() -> str:
     return error_in(lambda axis: all_reduce_(torch.ones([1] * 100 + [1 + axis.rank]), axis))
 
@@ -122,6 +134,9 @@ def agree_on_everything() -> None:
             assert torch.equal(pending.wait(), numbered(before, 3) + number)
         for pending in outgoing:
             pending.wait()
+        buffer = torch.zeros(3)
+        exchange_({after: numbered(axis.rank, 3)}, {before: buffer}, axis).wait()
+        assert torch.equal(buffer, numbered(before, 3))
 
 
 CASES = [
@@ -161,6 +176,14 @@ def test_send_and_recv(ranks: RankPool) -> None:
         "  rank 0 sends float32 (4,)\n  rank 1 expects float32 (5,)"
     )
     assert ranks(2, other_message, limit_seconds=20) == [expected] * 2
+
+
+def test_exchange(ranks: RankPool) -> None:
+    expected = (
+        "ranks disagree on axis dp, in send and recv:\n"
+        "  rank 0 sends float32 (4,)\n  rank 1 expects float32 (5,)"
+    )
+    assert ranks(2, other_exchange, limit_seconds=20) == [expected] * 2
 
 
 def test_long_descriptions_differ(ranks: RankPool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.collectives import all_gather, all_to_all, backend, barrier, broadcast_, recv_, send
+from fourfold.collectives import all_gather, all_to_all, backend, barrier, broadcast_, exchange_, recv_, send
 from fourfold.mesh import Mesh
 from fourfold.specs import Layout
 from tests.collectives.axes import axis_of_all, numbered, strided
@@ -128,6 +128,24 @@ def check_send_and_recv() -> None:
         outgoing[number].wait()
 
 
+def check_exchange() -> None:
+    """With the next rank and the one before, and meanwhile from one rank to another alone."""
+    axis = axis_of_all()
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    around = {peer: strided(numbered(axis.rank, 3, 4) + peer) for peer in (after, before)}
+    buffers = {peer: strided(torch.zeros(3, 4)) for peer in around}
+    first = exchange_(around, buffers, axis)
+    sent = {1: torch.full((100_000,), 7.0)} if axis.rank == 0 else {}
+    received = {0: torch.zeros(100_000)} if axis.rank == 1 else {}
+    exchange_(sent, received, axis).wait()
+    assert all((tensor == 7).all() for tensor in received.values())
+    first.wait()
+    for peer, buffer in buffers.items():
+        assert torch.equal(buffer, numbered(peer, 3, 4) + axis.rank)
+    with pytest.raises(ValueError, match="cannot be its own peer"):
+        exchange_({}, {axis.rank: torch.zeros(1)}, axis)
+
+
 def check_nccl_ways() -> None:
     """The operations that NCCL has are gloo's too, so that they can be called here."""
     with pytest.MonkeyPatch.context() as patch:
@@ -207,6 +225,11 @@ def test_any_dtype_moves(ranks: RankPool, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_send_and_recv(ranks: RankPool, world_size: int) -> None:
     ranks(world_size, check_send_and_recv)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_exchange(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size, check_exchange)
 
 
 def test_ways_of_nccl(ranks: RankPool) -> None:

@@ -9,6 +9,7 @@ from fourfold.collectives import (
     barrier,
     broadcast_,
     differentiable,
+    exchange_,
     record,
     recv_,
     reduce_,
@@ -39,6 +40,7 @@ def events_of_every_op() -> list[Event]:
         else:
             recv_(torch.ones(3), axis, source=0)
         all_reduce_(torch.empty(0), axis)
+        exchange_({1 - axis.rank: torch.ones(3)}, {1 - axis.rank: torch.ones(3)}, axis).wait()
         barrier(axis)
     all_reduce_(torch.ones(5), axis)
     return events
@@ -89,6 +91,8 @@ def test_every_op(ranks: RankPool) -> None:
             Event("reduce", "dp", 28, "float32"),
             Event("recv" if rank else "send", "dp", 12, "float32"),
             Event("all_reduce", "dp", 0, "float32"),
+            Event("recv", "dp", 12, "float32"),
+            Event("send", "dp", 12, "float32"),
             Event("barrier", "dp", 0, "uint8"),
         ]
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fourfold.models.attention import attention
-from fourfold.sequence.engine import OnCPU, Plain, attend, attend_backward
+from fourfold.sequence.engine import Forward, OnCPU, Plain, attend, attend_backward
 from fourfold.sequence.partition import partition_of
 from fourfold.sequence.rectangles import Rectangle, rectangles
 from fourfold.sequence.ring import _merge_
@@ -37,9 +37,9 @@ def test_the_kernel_equals_the_formulas(piece: Rectangle, heads: int, kv_heads: 
     plain_out, plain_lse = Plain().forward(q, k, v, piece, 0.4)
     torch.testing.assert_close(out, plain_out, rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-13)
-    whole_out, whole_lse = 0.7 * out + 0.1, lse + 0.6
-    found = OnCPU().backward(grad, q, k, v, whole_out, whole_lse, piece, 0.4)
-    expected = Plain().backward(grad, q, k, v, whole_out, whole_lse, piece, 0.4)
+    forward = Forward(q, k, v, 0.7 * out + 0.1, lse + 0.6)
+    found = OnCPU().backward(grad, forward, piece, 0.4)
+    expected = Plain().backward(grad, forward, piece, 0.4)
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-13)
 
@@ -50,7 +50,7 @@ def test_the_formulas_gradients_are_autograds(piece: Rectangle) -> None:
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     out, lse = Plain().forward(q, k, v, piece, 0.4)
     expected = torch.autograd.grad(out, inputs, grad)
-    found = Plain().backward(grad, q, k, v, out, lse, piece, 0.4)
+    found = Plain().backward(grad, Forward(q, k, v, out, lse), piece, 0.4)
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.detach(), right, rtol=0, atol=1e-13)
 
@@ -90,16 +90,8 @@ def on_a_ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ranks: int) -> list
         low = out.to(q.dtype)
         found[0][:, index[rank]] = low.float()
         for piece, keys, rows in work:
-            dq, dk, dv = attend_backward(
-                mine_grad[:, rows],
-                mine[:, rows],
-                k[:, keys],
-                v[:, keys],
-                low[:, rows],
-                lse[:, :, rows],
-                piece,
-                0.125,
-            )
+            forward = Forward(mine[:, rows], k[:, keys], v[:, keys], low[:, rows], lse[:, :, rows])
+            dq, dk, dv = attend_backward(mine_grad[:, rows], forward, piece, 0.125)
             found[1][:, index[rank][rows]] += dq
             found[2][:, keys] += dk
             found[3][:, keys] += dv

@@ -1,6 +1,7 @@
 """Partitions and rectangles: every pair exactly once, balanced work."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -52,8 +53,10 @@ def test_every_allowed_pair_is_covered_once(
         for k_rank in range(ranks):
             keys = stream(partition, k_rank)
             needed = keys_needed(partition, q_rank, k_rank, documents, causal=causal, window=window)
+            used: set[int] = set()
             for piece in rectangles(partition, q_rank, k_rank, documents, causal=causal, window=window):
-                assert needed[0] <= piece.k_start < piece.k_stop <= needed[1]
+                used.update(range(piece.k_start, piece.k_stop))
+                assert any(start <= piece.k_start < piece.k_stop <= stop for start, stop in needed)
                 pairs = 0
                 for i, q in enumerate(queries[piece.q_start : piece.q_stop]):
                     seen = 0
@@ -67,6 +70,8 @@ def test_every_allowed_pair_is_covered_once(
                     assert seen, "a row without keys"
                     pairs += seen
                 assert pairs == piece.pairs
+            assert [token for start, stop in needed for token in range(start, stop)] == sorted(used)
+            assert all(left[1] < right[0] for left, right in pairwise(needed))
     allowed = {
         (q, k)
         for q in range(length)

@@ -9,7 +9,7 @@ All ranks of an axis call the same collectives in the same order, whatever their
 """
 
 from fourfold.collectives.agree import CollectiveMismatch, agreement
-from fourfold.collectives.moves import all_gather, all_to_all, barrier, broadcast_, recv_, send
+from fourfold.collectives.moves import all_gather, all_to_all, barrier, broadcast_, exchange_, recv_, send
 from fourfold.collectives.pending import CollectiveError, Pending
 from fourfold.collectives.recorder import record
 from fourfold.collectives.reductions import all_reduce_, reduce_, reduce_scatter
@@ -24,6 +24,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast_",
+    "exchange_",
     "record",
     "recv_",
     "reduce_",

@@ -11,7 +11,7 @@ with the timeout of the process group.
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -102,6 +102,22 @@ def answer(axis: Axis, peer: int, device: torch.device, description: str, tag: i
         "recv", axis, lambda: backend.send(_encode(description, device), axis, peer, tag, backend.Part.ANSWER)
     )
     _compare(axis, peer, _decode(announced), axis.rank, description)
+
+
+def check_messages(axis: Axis, sent: Mapping[int, str], received: Mapping[int, str]) -> None:
+    """Raise on both ends of a message, by rank of the axis, unless they expect the same of it."""
+    place = backend.device(axis)
+    peers = sorted({*sent, *received})
+    mine = {
+        peer: torch.cat([_encode(messages.get(peer, "nothing"), place) for messages in (sent, received)])
+        for peer in peers
+    }
+    theirs = {peer: torch.empty_like(mine[peer]) for peer in peers}
+    _finish("exchange", axis, lambda: (backend.exchange(mine, theirs, axis), lambda: torch.empty(0)))
+    for peer, table in theirs.items():
+        their_sent, their_received = (_decode(row) for row in table.view(2, -1))
+        _compare(axis, axis.rank, sent.get(peer, "nothing"), peer, their_received)
+        _compare(axis, peer, their_sent, axis.rank, received.get(peer, "nothing"))
 
 
 def _compare(axis: Axis, sender: int, sent: str, receiver: int, expected: str) -> None:

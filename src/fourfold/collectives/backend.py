@@ -22,7 +22,7 @@ Every function here takes packed tensors, starts the operation and returns what 
 then. All of them are of one stage, so that what is sent does not depend on when a rank waits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -114,7 +114,7 @@ def reduce(tensor: Tensor, axis: Axis, destination: int) -> Started:
         work = dist.reduce(buffer, group=axis.group, group_dst=destination, async_op=True)
         return [work], lambda: tensor
     if not here:
-        return _exchange({destination: tensor}, {}, axis), lambda: tensor
+        return exchange({destination: tensor}, {}, axis), lambda: tensor
     pieces = [tensor if rank == destination else torch.empty_like(tensor) for rank in range(axis.size)]
     others = {rank: piece for rank, piece in enumerate(pieces) if rank != destination}
 
@@ -122,7 +122,7 @@ def reduce(tensor: Tensor, axis: Axis, destination: int) -> Started:
         _combine_(pieces, "sum", out=tensor)
         return tensor
 
-    return _exchange({}, others, axis), finish
+    return exchange({}, others, axis), finish
 
 
 def all_gather(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | None) -> Started:
@@ -146,7 +146,7 @@ def all_gather(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | 
     if places[axis.rank].data_ptr() != mine.data_ptr():
         places[axis.rank].copy_(mine)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    return _exchange(dict.fromkeys(others, mine), {rank: places[rank] for rank in others}, axis), lambda: out
+    return exchange(dict.fromkeys(others, mine), {rank: places[rank] for rank in others}, axis), lambda: out
 
 
 def all_to_all(
@@ -183,6 +183,22 @@ def receive(tensor: Tensor, axis: Axis, source: int, tag: int, part: Part = Part
     return _present([work]), lambda: tensor
 
 
+def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: Axis) -> list[Work]:
+    """Send a tensor to each of some ranks and receive one from each of some, all at once.
+
+    In one group of NCCL's: sends and receives that were started one by one would run one after another
+    there, and ranks that all send first, or all receive first, would wait for each other for ever.
+    """
+    operations = []
+    for step in range(1, axis.size):  # everyone starts with another neighbour
+        after, before = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        if before in received and received[before].numel():
+            operations.append(_point_to_point(dist.irecv, received[before], axis, before))
+        if after in sent and sent[after].numel():
+            operations.append(_point_to_point(dist.isend, sent[after], axis, after))
+    return _present(dist.batch_isend_irecv(operations)) if operations else []
+
+
 def barrier(axis: Axis) -> Started:
     """Wait until every rank has come here."""
     place = device(axis)
@@ -200,18 +216,6 @@ def device(axis: Axis) -> torch.device:
 
 def _has_nccl(tensor: Tensor, axis: Axis) -> bool:
     return tensor.is_cuda and dist.get_backend(axis.group) == "nccl"
-
-
-def _exchange(sent: dict[int, Tensor], received: dict[int, Tensor], axis: Axis) -> list[Work]:
-    """Send a tensor to each of some ranks and receive one from each of some, all at once."""
-    operations = []
-    for step in range(1, axis.size):  # everyone starts with another neighbour
-        after, before = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        if before in received and received[before].numel():
-            operations.append(_point_to_point(dist.irecv, received[before], axis, before))
-        if after in sent and sent[after].numel():
-            operations.append(_point_to_point(dist.isend, sent[after], axis, after))
-    return _present(dist.batch_isend_irecv(operations)) if operations else []
 
 
 def _point_to_point(operation: Callable, tensor: Tensor, axis: Axis, peer: int) -> dist.P2POp:

@@ -1,6 +1,6 @@
-"""Collectives that move data as it is: all_gather, all_to_all, broadcast_, send, recv_, barrier."""
+"""Collectives that move data as it is: gathered, dealt out, broadcast, sent from one rank to another."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fourfold.collectives import agree, backend
 from fourfold.collectives.backend import Started
-from fourfold.collectives.pending import Pending
+from fourfold.collectives.pending import Pending, naming
 from fourfold.collectives.perform import (
     begin,
     check_rank,
@@ -224,6 +224,36 @@ def recv_(
     return begin("recv", axis, start_late if agree.active() else start, blocking=blocking)
 
 
+def exchange_(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], axis: Axis) -> Pending:
+    """Start to send a tensor to each of some ranks while filling one from each of some, all at once.
+
+    Both are by rank of the axis. Every message is an event of its own, as one of ``send`` or ``recv_`` is,
+    but on NCCL all go as one group, so that ranks may exchange in a circle. What one rank sends to another is
+    what that one receives in its next exchange with it: all ranks come to their exchanges in one order, and
+    those with nothing to send or receive may leave one out. ``wait`` returns no result of its own.
+    """
+    for op, messages in (("recv", receives), ("send", sends)):
+        for peer, tensor in messages.items():
+            _check_peer(op, axis, peer)
+            note(op, axis, tensor.numel(), tensor.dtype)
+    if agree.active():
+        agree.check_messages(axis, _described(sends), _described(receives))
+
+    outgoing = {peer: packed(tensor) for peer, tensor in sends.items()}
+    buffers = {peer: packed(tensor) for peer, tensor in receives.items()}
+
+    def finish() -> Tensor:
+        outgoing.clear()  # held until here
+        for peer, tensor in receives.items():
+            if buffers[peer].data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(buffers[peer])
+        return torch.empty(0)
+
+    with naming("exchange", axis):
+        works = backend.exchange(outgoing, buffers, axis)
+    return Pending("exchange", axis, works, finish)
+
+
 def barrier(axis: Axis) -> None:
     """Return once every rank of the axis has come here."""
     if axis.size > 1:
@@ -265,3 +295,7 @@ def _check_peer(name: str, axis: Axis, peer: int) -> None:
     check_rank(name, axis, peer)
     if peer == axis.rank:
         raise ValueError(f"{name} on axis {axis.name}: rank {peer} cannot be its own peer; copy the tensor")
+
+
+def _described(messages: Mapping[int, Tensor]) -> dict[int, str]:
+    return {peer: agree.describe(tensor.dtype, tensor.shape) for peer, tensor in messages.items()}

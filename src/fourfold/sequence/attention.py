@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fourfold.collectives import barrier
 from fourfold.mesh import Axis
+from fourfold.sequence.engine import Forward
 from fourfold.sequence.partition import partition_of
-from fourfold.sequence.ring import ring_backward, ring_forward
+from fourfold.sequence.ring import Around, ring_backward, ring_forward
 from fourfold.sequence.rows import Documents, Ring
 from fourfold.sequence.ulysses import copied, from_heads, summed_copies, to_heads
 
@@ -31,6 +33,9 @@ class ContextAttention:
         self.ring = ring
         self.ulysses = ulysses
         self.causal = causal
+        # NCCL makes a communicator at its first use, for which all ranks must come; the first messages of a
+        # ring may be for only some of them.
+        barrier(ring)
 
     def columns(self, documents: Documents) -> tuple[tuple[range, ...], ...]:
         """Which tokens of each row this rank holds."""
@@ -75,31 +80,27 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ulysses, tokens = attention.ulysses, attention.tokens(documents)
-        ctx.attention, ctx.documents, ctx.scale = attention, documents, scale
-        ctx.ring, ctx.tokens, ctx.kv_heads = (
-            Ring(attention.ring.size, attention.causal, window),
-            tokens,
-            k.shape[2],
-        )
+        ring = Ring(attention.ring.size, attention.causal, window)
+        ctx.attention, ctx.around, ctx.scale = attention, Around(attention.ring, ring, documents), scale
+        ctx.tokens, ctx.kv_heads = tokens, k.shape[2]
         if ulysses.size > 1:
             q, k, v = to_heads([q, copied(k, ulysses.size), copied(v, ulysses.size)], ulysses, tokens)
-        out, lse = ring_forward(q, k, v, axis=attention.ring, ring=ctx.ring, documents=documents, scale=scale)
-        out = out.to(q.dtype)
+        out, lse = ring_forward(q, k, v, around=ctx.around, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         return out if ulysses.size == 1 else from_heads([out], ulysses, tokens)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
         attention, tokens = ctx.attention, ctx.tokens
         if attention.ulysses.size > 1:
             (grad,) = to_heads([grad], attention.ulysses, tokens)
-        gradients = ring_backward(
-            grad if grad.stride(-1) == 1 else grad.contiguous(), q, k, v, out, lse,
-            axis=attention.ring, ring=ctx.ring, documents=ctx.documents, scale=ctx.scale,
-        )  # fmt: skip
-        dq, dk, dv = (gradient.to(q.dtype) for gradient in gradients)
+        dq, dk, dv = ring_backward(
+            grad if grad.stride(-1) == 1 else grad.contiguous(),
+            Forward(*ctx.saved_tensors),
+            around=ctx.around,
+            scale=ctx.scale,
+        )
         if attention.ulysses.size > 1:
             dq, dk, dv = from_heads([dq, dk, dv], attention.ulysses, tokens)
             dk, dv = summed_copies(dk, ctx.kv_heads), summed_copies(dv, ctx.kv_heads)

@@ -15,6 +15,7 @@ do not check is checked here:
 - causal is aligned at the top left on a CPU and at the bottom right on CUDA: it is used for squares alone.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,22 +43,30 @@ def attend(
     return _engine(q_BSHD).forward(q_BSHD, k_BSKD, v_BSKD, piece, scale)
 
 
-def attend_backward(
-    grad_BSHD: Tensor,
-    q_BSHD: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    out_BSHD: Tensor,
-    lse_BHS: Tensor,
-    piece: Rectangle,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a rectangle's queries, keys and values.
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward as its backward needs it; see [Note: global statistics].
 
-    ``out_BSHD`` and ``lse_BHS`` are of its queries over all of their keys; see [Note: global statistics].
+    Attributes:
+        q: queries (B, S, H, D).
+        k: keys (B, S, K, D) of a block, and ``v`` their values.
+        out: the output (B, S, H, D) of the queries over *all* of their keys.
+        lse: its log-sum-exp (B, H, S).
     """
-    _check(q_BSHD, k_BSKD, v_BSKD)
-    return _engine(q_BSHD).backward(grad_BSHD, q_BSHD, k_BSKD, v_BSKD, out_BSHD, lse_BHS, piece, scale)
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def attend_backward(
+    grad_BSHD: Tensor, forward: Forward, piece: Rectangle, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a rectangle's queries, keys and values, from that of its output."""
+    _check(forward.q, forward.k, forward.v)
+    return _engine(forward.q).backward(grad_BSHD, forward, piece, scale)
 
 
 class Engine(Protocol):
@@ -67,15 +76,7 @@ class Engine(Protocol):
         """See `attend`."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Rectangle,
-        scale: float,
+        self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
 
@@ -91,25 +92,13 @@ class OnCPU:
         return out.transpose(1, 2), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Rectangle,
-        scale: float,
+        self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first(grad, q, k, v, out),
-            lse,
-            0.0,
-            _is_square(piece),
-            attn_mask=_mask(piece, q),
-            scale=scale,
-        )
+            *_heads_first(grad, forward.q, forward.k, forward.v, forward.out), forward.lse, 0.0,
+            _is_square(piece), attn_mask=_mask(piece, grad), scale=scale,
+        )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -129,22 +118,16 @@ class OnCUDA:
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Rectangle,
-        scale: float,
+        self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
         left, right = _window_from_the_corner(piece)
+        q, k = forward.q, forward.k
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, _is_square(piece),
-            unused, unused, scale=scale, window_size_left=left, window_size_right=right,
+            grad, q, k, forward.v, forward.out, forward.lse.contiguous(), None, None, q.shape[1], k.shape[1],
+            0.0, _is_square(piece), unused, unused,
+            scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return dq, dk, dv
 
@@ -160,20 +143,14 @@ class Plain:
         return out.transpose(1, 2).to(q.dtype), lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Rectangle,
-        scale: float,
+        self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
-        p = (self._scores(q, k, piece, scale) - lse[..., None]).exp()
-        grad_high, q_high, out_high = (_high(tensor).transpose(1, 2) for tensor in (grad, q, out))
-        ds = p * (grad_high @ _expanded(v, q).mT - (grad_high * out_high).sum(-1, keepdim=True)) * scale
+        q, k = forward.q, forward.k
+        p = (self._scores(q, k, piece, scale) - forward.lse[..., None]).exp()
+        grad_high, q_high, out_high = (_high(tensor).transpose(1, 2) for tensor in (grad, q, forward.out))
+        delta = (grad_high * out_high).sum(-1, keepdim=True)
+        ds = p * (grad_high @ _expanded(forward.v, q).mT - delta) * scale
         groups = (k.shape[2], q.shape[2] // k.shape[2])
         dk = (ds.mT @ q_high).unflatten(1, groups).sum(2)
         dv = (p.mT @ grad_high).unflatten(1, groups).sum(2)

@@ -55,7 +55,7 @@ def rectangles(
     causal: bool = True,
     window: int | None = None,
 ) -> tuple[Rectangle, ...]:
-    """Return what the queries of one rank compute with the keys of one rank.
+    """Return what the queries of one rank compute with the keys of one rank, pieces on the diagonal first.
 
     Args:
         partition: of the row.
@@ -77,7 +77,7 @@ def rectangles(
                     ]
             k_first += k_run[1] - k_run[0]
         q_first += q_run[1] - q_run[0]
-    return tuple(_joined(found))
+    return tuple(sorted(_joined(found), key=lambda piece: not piece.causal))
 
 
 def _pieces(q_run: Run, k_run: Run, bounds: Sequence[int], causal: bool) -> Iterator[Rectangle]:
@@ -151,6 +151,7 @@ def _joined(pieces: Sequence[Rectangle]) -> list[Rectangle]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def keys_needed(
     partition: Partition,
     q_rank: int,
@@ -159,12 +160,13 @@ def keys_needed(
     *,
     causal: bool,
     window: int | None,
-) -> Run:
-    """Return the interval of a rank's keys, in its order, that holds all that another rank needs of them.
-
-    (0, 0) where it needs none.
-    """
+) -> tuple[Run, ...]:
+    """Return those of a rank's keys that another rank needs, as intervals in its order, apart."""
     pieces = rectangles(partition, q_rank, k_rank, documents, causal=causal, window=window)
-    if not pieces:
-        return 0, 0
-    return min(piece.k_start for piece in pieces), max(piece.k_stop for piece in pieces)
+    found: list[Run] = []
+    for start, stop in sorted({(piece.k_start, piece.k_stop) for piece in pieces}):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)

@@ -1,5 +1,6 @@
 """What the ranks of a ring need of each other for a batch whose rows hold different documents."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -24,6 +25,11 @@ class Rows:
     stop: int
     documents: tuple[int, ...]
 
+    @property
+    def batch(self) -> slice:
+        """Where they stand in a tensor of the batch."""
+        return slice(self.start, self.stop)
+
 
 @lru_cache(maxsize=4096)
 def rows_alike(documents: Documents) -> tuple[Rows, ...]:
@@ -35,6 +41,39 @@ def rows_alike(documents: Documents) -> tuple[Rows, ...]:
         found.append(Rows(start, stop, lengths))
         start = stop
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Keys of a rank: some rows' of some of its tokens, which lie one after another in a message.
+
+    Attributes:
+        rows: the rows.
+        runs: intervals of the rank's tokens, in order and apart.
+    """
+
+    rows: Rows
+    runs: tuple[Run, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many of a row."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def places(self) -> Iterator[tuple[slice, slice]]:
+        """For each run, where it stands among the rank's tokens, and where among these."""
+        before = 0
+        for start, stop in self.runs:
+            yield slice(start, stop), slice(before, before + stop - start)
+            before += stop - start
+
+    def place(self, token: int) -> int:
+        """Where one of the rank's tokens stands among these."""
+        return next(
+            there.start + token - here.start
+            for here, there in self.places()
+            if here.start <= token < here.stop
+        )
 
 
 @dataclass(frozen=True)
@@ -56,21 +95,19 @@ class Ring:
         partition = partition_of(rows.documents, self.ranks)
         return rectangles(partition, q_rank, k_rank, rows.documents, causal=self.causal, window=self.window)
 
-    def needed(self, documents: Documents, q_rank: int, k_rank: int) -> tuple[tuple[Rows, Run], ...]:
+    def needed(self, documents: Documents, q_rank: int, k_rank: int) -> tuple[Needed, ...]:
         """Of which rows one rank needs which of another's keys. Nothing where it needs none: no message."""
         found = []
         for rows in rows_alike(documents):
             partition = partition_of(rows.documents, self.ranks)
-            start, stop = keys_needed(
+            runs = keys_needed(
                 partition, q_rank, k_rank, rows.documents, causal=self.causal, window=self.window
             )
-            if start < stop:
-                found.append((rows, (start, stop)))
+            if runs:
+                found.append(Needed(rows, runs))
         return tuple(found)
 
     def tokens(self, documents: Documents, q_rank: int, k_rank: int) -> int:
         """How many tokens' keys and values that is, over all rows."""
-        return sum(
-            (rows.stop - rows.start) * (stop - start)
-            for rows, (start, stop) in self.needed(documents, q_rank, k_rank)
-        )
+        needed = self.needed(documents, q_rank, k_rank)
+        return sum((part.rows.stop - part.rows.start) * part.tokens for part in needed)
