@@ -9,6 +9,7 @@ from fourfold.build import Sharding, UnitUse
 from fourfold.errors import UserError
 from fourfold.layer.schedules import schedule
 from fourfold.program import Action, Program, check, clock
+from fourfold.program.check import check_in_flight
 from fourfold.specs import Placement
 from tests.programs import FSDP, REPLICAS, ZERO1, ZERO2, one_stage, own_units, parsed, written
 
@@ -297,9 +298,9 @@ def test_an_action_on_the_wrong_rank_is_refused() -> None:
 
 
 def test_the_bound_on_activations_is_checked() -> None:
-    check(schedule("1f1b", ranks=4, microbatches=8), max_in_flight=4)
+    check_in_flight(schedule("1f1b", ranks=4, microbatches=8), 4)
     with pytest.raises(UserError, match="rank 0 holds 8 activations at once: at most 4 are allowed"):
-        check(schedule("gpipe", ranks=4, microbatches=8), max_in_flight=4)
+        check_in_flight(schedule("gpipe", ranks=4, microbatches=8), 4)
 
 
 # Messages

@@ -24,12 +24,11 @@ from fourfold.program.clock import clock, peak_in_flight
 from fourfold.program.liveness import left_behind
 
 
-def check(program: Program, *, max_in_flight: int | None = None) -> None:
+def check(program: Program) -> None:
     """Raise `UserError` with every fault of ``program``, each with the action and the reason.
 
     Args:
         program: a program over segments, or a schedule over stages.
-        max_in_flight: the most (segment, microbatch) activations that a rank may hold at once.
     """
     problems = [*_places(program), *_completeness(program), *_recomputations(program)]
     kinds = {action.kind for _, action in program.actions()}
@@ -40,8 +39,6 @@ def check(program: Program, *, max_in_flight: int | None = None) -> None:
         if program.placement.optimizer:
             problems += _weights(program)
     problems += _deadlocks(program)
-    if max_in_flight is not None:
-        problems += _memory(program, max_in_flight)
     if problems:
         raise UserError(*problems)
 
@@ -249,9 +246,12 @@ def _deadlocks(program: Program) -> list[str]:
     return problems
 
 
-def _memory(program: Program, max_in_flight: int) -> list[str]:
-    return [
-        f"rank {rank} holds {peak} activations at once: at most {max_in_flight} are allowed"
+def check_in_flight(program: Program, most: int) -> None:
+    """Raise `UserError` where a rank holds more than ``most`` (segment, microbatch) activations at once."""
+    problems = [
+        f"rank {rank} holds {peak} activations at once: at most {most} are allowed"
         for rank, peak in enumerate(peak_in_flight(program))
-        if peak > max_in_flight
+        if peak > most
     ]
+    if problems:
+        raise UserError(*problems)
