@@ -1,5 +1,7 @@
 """Peers of tensor parallelism."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,21 +21,32 @@ from benchmarks.workloads import Workload
 
 
 class TorchTensorParallel:
-    """PyTorch's ``parallelize_module``: the plan that its own tutorial and torchtitan use for Llama."""
+    """PyTorch's ``parallelize_module``: the plan that its own tutorial and torchtitan use for Llama.
 
-    def __init__(self, workload: Workload, rank: int, ranks: int, *, sequence_parallel: bool):
-        self.workload, self.ranks = workload, ranks
+    With loss parallelism, or with the logits gathered to every rank.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        ranks: int,
+        *,
+        sequence_parallel: bool,
+        whole_logits: bool = False,
+    ):
+        self.workload, self.ranks, self.whole_logits = workload, ranks, whole_logits
         model = with_torch_norms_(decoder())
         mesh = init_device_mesh("cpu", (ranks,))
-        parallelize_module(model, mesh, _ends(sequence_parallel))
+        parallelize_module(model, mesh, _ends(sequence_parallel, whole_logits))
         for layer in model.model.layers:
             parallelize_module(layer, mesh, _layer(sequence_parallel))
         self.model = model
-        self.optimizer = _adamw(model)
+        self.optimizer = adamw(model)
 
     def step(self, k: int) -> float:
         batch = self.workload.rows(k, self.workload.batch, range(self.workload.batch))
-        with loss_parallel():
+        with nullcontext() if self.whole_logits else loss_parallel():
             logits_BSV = self.model(batch)
             loss = torch_cross_entropy_sum(logits_BSV, batch.labels_BS) / self.workload.tokens
             loss.backward()
@@ -43,11 +56,14 @@ class TorchTensorParallel:
         return float(whole.detach()) * self.workload.tokens / self.ranks
 
 
-def _ends(cut: bool) -> dict[str, ParallelStyle]:
+def _ends(cut: bool, whole_logits: bool) -> dict[str, ParallelStyle]:
     stream = Shard(1) if cut else Replicate()
+    logits = Replicate() if whole_logits else Shard(-1)
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "lm_head": ColwiseParallel(
+            input_layouts=stream, output_layouts=logits, use_local_output=whole_logits
+        ),
     }
     return plan | ({"model.norm": SequenceParallel(use_local_output=True)} if cut else {})
 
@@ -76,7 +92,7 @@ def _layer(cut: bool) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
+def adamw(model: nn.Module) -> torch.optim.AdamW:
     """As `contestants.adamw`, but a group has only DTensors or none: the fused step takes no mixture."""
     groups = []
     for is_matrix in (True, False):

@@ -1,10 +1,11 @@
-"""Tensor parallelism against PyTorch's ``parallelize_module``, with and without sequence parallelism.
+"""Tensor parallelism against PyTorch and Megatron-core, with and without sequence parallelism.
 
 python benchmarks/tensor_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 24]
 """
 
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -19,36 +20,54 @@ from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE, SegmentCosts
 from fourfold.traffic import Event, sent_bytes
 
 LAYOUTS = {"tp{}": True, "tp{}:allreduce": False}
-"""Ours, and whether the residual stream is cut by tokens. The peer does the same."""
+"""Ours, and whether the residual stream is cut by tokens. The peers do the same."""
 
 
 def ours(layout: str, workload: Workload, rank: int, ranks: int) -> Ours:
     return Ours(workload, layout.format(ranks))
 
 
+def peers(workload: Workload, *, is_cut: bool) -> dict[str, Build]:
+    """Who is compared with us, with sequence parallelism or without."""
+    torch_peer = partial(TorchTensorParallel, workload, sequence_parallel=is_cut)
+    found: dict[str, Build] = {
+        "torch, sequence and loss parallel" if is_cut else "torch, loss parallel": torch_peer
+    }
+    if not is_cut:
+        found["torch, logits gathered"] = partial(torch_peer, whole_logits=True)
+    if find_spec("megatron") is not None:
+        from benchmarks.megatron_contestant import VERSION, MegatronTensorParallel
+
+        name = f"megatron-core {VERSION}" + (", sequence parallel" if is_cut else "")
+        found[name] = partial(MegatronTensorParallel, workload, sequence_parallel=is_cut)
+    return found
+
+
 def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
-    """A row for each layout, against PyTorch's with its own norm and loss."""
+    """A row for each layout and peer; PyTorch's has its own norm and loss."""
+    if find_spec("megatron") is None:
+        print(
+            "megatron-core is left out: it is not installed (pip install --no-deps megatron-core)",
+            file=sys.stderr,
+        )
+    against = {layout: peers(workload, is_cut=is_cut) for layout, is_cut in LAYOUTS.items()}
     builds: dict[str, Build] = {"limit": partial(Plain, workload)}
-    for layout, is_cut in LAYOUTS.items():
-        builds[layout] = partial(ours, layout, workload)
-        builds[peer_of(is_cut)] = partial(TorchTensorParallel, workload, sequence_parallel=is_cut)
+    for layout in LAYOUTS:
+        builds |= {layout: partial(ours, layout, workload)} | against[layout]
     scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
     return [
         Row.of(
             workload.name,
             layout.format(ranks),
             ours=scores[layout],
-            peer=peer_of(is_cut),
-            peer_score=scores[peer_of(is_cut)],
+            peer=peer,
+            peer_score=scores[peer],
             limit=scores["limit"],
             formula_bytes=formula_bytes(workload, ranks, sequence_parallel=is_cut),
         )
         for layout, is_cut in LAYOUTS.items()
+        for peer in against[layout]
     ]
-
-
-def peer_of(is_cut: bool) -> str:
-    return "torch, sequence and loss parallel" if is_cut else "torch, loss parallel"
 
 
 def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) -> float:
