@@ -6,6 +6,7 @@ import pytest
 
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
+from fourfold.oracle import Oracle
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.verify import Verification, verify
 from tests.ranks import RankPool
@@ -14,7 +15,12 @@ from tests.ranks import RankPool
 def on_a_rank(layout: str, model: str, options: dict[str, Any]) -> Verification:
     spec = ModelSpec.preset(model)
     data = SyntheticDataset(spec.vocab_size, sequence_length=24, seed=3)
-    return verify(spec, Mesh(Layout.parse(layout)), data, **options)
+    steps = options.pop("steps", 3)
+    return verify(
+        Oracle(spec, data, batch=options.pop("batch"), steps=steps, seed=0),
+        Mesh(Layout.parse(layout)),
+        **options,
+    )
 
 
 def compare(ranks: RankPool, layout: str, model: str, **options: Any) -> Verification:

@@ -16,6 +16,7 @@ from fourfold.execute import Executor
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.optimizer import Update, gradient_norm, optimizers
+from fourfold.oracle import Oracle
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Kind
 from fourfold.program.actions import SUMS
@@ -185,7 +186,9 @@ def test_four_ranks_equal_one_process(ranks: RankPool, schedule: str) -> None:
 def verified(layout: str, model: str, options: dict[str, object]) -> Verification:
     spec = ModelSpec.preset(model)
     data = SyntheticDataset(spec.vocab_size, sequence_length=LENGTH, seed=3)
-    return verify(spec, Mesh(Layout.parse(layout)), data, **options)  # type: ignore[arg-type]
+    steps = options.pop("steps", 3)
+    oracle = Oracle(spec, data, batch=options.pop("batch"), steps=steps, seed=0)  # type: ignore[arg-type]
+    return verify(oracle, Mesh(Layout.parse(layout)), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from fourfold.batch.units import Unit
+from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.collectives import Pending
 from fourfold.data import Dataset, SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
+from fourfold.oracle import Oracle
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Action, Kind
+from fourfold.sequence import attention
 from fourfold.specs import Layout, ModelSpec
 from fourfold.verify import Verification, verify
 from tests.ranks import RankPool
@@ -44,7 +47,8 @@ def found(layout: str, fault: Fault, steps: int, options: dict[str, Any]) -> Ver
     """Run `verify` on this rank with the fault in place. The rank lives on: it is taken out again."""
     with pytest.MonkeyPatch.context() as patch:
         data = fault(patch)
-        return verify(TINY, Mesh(Layout.parse(layout)), data, steps=steps, **{"batch": 6, **options})
+        oracle = Oracle(TINY, data, batch=options.pop("batch", 6), steps=steps, seed=0)
+        return verify(oracle, Mesh(Layout.parse(layout)), **options)
 
 
 def outcome(
@@ -336,3 +340,50 @@ def test_weights_of_the_step_before(ranks: RankPool) -> None:
     verification = outcome(ranks, partial(without, later_gathers), layout="fsdp2:zero1", steps=2)
     assert not verification.passes
     assert not verification.loss.passes
+
+
+def sums_that_tp_rank_1_halves(patch: pytest.MonkeyPatch) -> Dataset:
+    """Behind the second layer's MLP, so that no later sum spreads it in that layer."""
+    leave = TensorParallel.leave
+    calls = [0]
+    of_a_step = 1 + 2 * TINY.num_hidden_layers  # the embedding, then attention and MLP of each layer
+
+    def halved(self: TensorParallel, partial_BSC: Tensor) -> Tensor:
+        out = leave(self, partial_BSC)
+        calls[0] += 1
+        return out / 2 if self.axis.rank == 1 and calls[0] % of_a_step == 5 else out
+
+    patch.setattr(TensorParallel, "leave", halved)
+    return DATA
+
+
+def test_where_a_forward_goes_wrong(ranks: RankPool) -> None:
+    verification = outcome(ranks, sums_that_tp_rank_1_halves, layout="dp2,tp2:allreduce", batch=2)
+    assert verification.where.startswith("first difference: forward of layer.1 on ranks 1, 3, relative error")
+    assert verification.where.endswith("what communicates there: tp (Channel axis)")
+
+
+def gradients_that_the_ring_loses(patch: pytest.MonkeyPatch) -> Dataset:
+    backward = attention.ring_backward
+
+    def lossy(*args: Any, **kwargs: Any) -> Any:
+        dq, dk, dv = backward(*args, **kwargs)
+        return dq, dk * 0, dv
+
+    patch.setattr(attention, "ring_backward", lossy)
+    return DATA
+
+
+def test_where_a_backward_goes_wrong(ranks: RankPool) -> None:
+    """The last layer's backward is the first that attends; what its own output is given is still right."""
+    verification = outcome(ranks, gradients_that_the_ring_loses, layout="cp2:ring")
+    assert verification.where.startswith("first difference: backward of layer.3 on ranks 0, 1")
+    assert verification.where.endswith("what communicates there: cp (Sequence axis)")
+
+
+def test_where_sums_go_wrong(ranks: RankPool) -> None:
+    verification = outcome(ranks, without_one_reduction)
+    assert verification.where == (
+        "first difference: sums of the weight gradients on ranks 0, 1; what communicates there: "
+        "dp (Batch axis)"
+    )

@@ -1,27 +1,23 @@
 """Compare a layout with one process: the same steps, the same numbers.
 
-[Note: the oracle] The reference is a plain PyTorch loop in one process: the whole model, one row of the
-global batch at a time, autograd's own gradients, plain SGD. It shares the model, the initial weights and the
-data with the layout, and none of the machinery that is on trial: no segments, no flat buffers, no program,
-no collectives. Every rank then compares what it holds with the reference, parameter by parameter.
+Every rank compares what it holds with the reference, parameter by parameter: [Note: the oracle] in
+`fourfold.oracle`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fourfold.batch.units import master_dtype
 from fourfold.collectives import all_gather, broadcast_
-from fourfold.data import Dataset
-from fourfold.initialize import initialize_, whole
+from fourfold.first_difference import SUMS, FirstDifference, first_difference, suspects
 from fourfold.mesh import Mesh
-from fourfold.models import IGNORE, Decoder
+from fourfold.models import IGNORE
 from fourfold.optimizer import gradient_norm, owned_parameters
+from fourfold.oracle import LEARNING_RATE, Oracle, Trajectory
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
-from fourfold.specs import ModelSpec, ShardingSection
+from fourfold.specs import ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.training import initialized, rank_batches
 
@@ -30,9 +26,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 BFLOAT16_FACTOR = 3.0
 """In bfloat16 a layout passes within this multiple of one bfloat16 process' own error against float64."""
-
-LEARNING_RATE = 0.1
-"""Of the plain SGD steps. SGD shows a gradient that is off by a factor; Adam would hide it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,7 @@ class Verification:
         weights: each parameter after the last step, the worst first.
         valid_tokens: labels that counted in the first step, rank by rank of the data axes.
         tokens_agree: whether the dataset's count of valid labels equals the labels in the batches.
+        where: the first place at which a rank is off, empty where it passes.
     """
 
     layout: str
@@ -74,6 +68,7 @@ class Verification:
     weights: tuple[Difference, ...]
     valid_tokens: tuple[int, ...]
     tokens_agree: bool
+    where: str = ""
 
     @property
     def passes(self) -> bool:
@@ -100,102 +95,91 @@ class Verification:
                 "norm": self.norm.tolerance,
                 "weight": self.weights[0].tolerance,
             },
+            "where": self.where,
             "pass": self.passes,
         }
 
 
-@dataclass
-class _Trajectory:
-    """What a few SGD steps gave: a loss, a norm and named gradients for each, and the weights at the end."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Tensor]]
-    weights: dict[str, Tensor]
-    row_losses: list[list[float]] = field(default_factory=list)
-    """Of the reference only: the summed loss of each row of the global batch, for each step."""
-
-
 def verify(
-    model_spec: ModelSpec,
+    oracle: Oracle,
     mesh: Mesh,
-    data: Dataset,
     *,
-    batch: int,
     microbatches: int = 1,
-    steps: int = 3,
     dtype: str = "float64",
-    seed: int = 0,
     sharding: ShardingSection = DEFAULT_SHARDING,
     recompute: RecomputeName = NO_RECOMPUTATION,
 ) -> Verification:
-    """Run ``steps`` SGD steps on ``mesh`` and in one process, and compare. Called on every rank of ``mesh``.
+    """Run the oracle's steps on ``mesh`` and compare. Called on every rank of ``mesh``.
 
     Args:
-        model_spec: the model.
+        oracle: the model, its data and what one process computes: rank 0 asks it, the others need not.
         mesh: the layout on trial.
-        data: gives the same global batches to both.
-        batch: rows of the global batch.
         microbatches: into how many pieces a rank cuts its share.
-        steps: how many steps.
         dtype: ``float64``, ``float32`` or ``bfloat16``.
-        seed: of the initial weights.
         sharding: how weights are cut over the fsdp axis.
         recompute: which forwards the layout runs again.
     """
     parallel = initialized(
-        model_spec,
+        oracle.model_spec,
         mesh,
         microbatches=microbatches,
         dtype=dtype,
-        seed=seed,
+        seed=oracle.seed,
         sharding=sharding,
-        sequence_length=data.rows(0, batch, range(1)).input_ids_BS.shape[1],
-        batch=batch,
+        sequence_length=oracle.data.rows(0, oracle.batch, range(1)).input_ids_BS.shape[1],
+        batch=oracle.batch,
         recompute=recompute,
     )
-    ours, counts, agree = _run_layout(parallel, data, batch=batch, microbatches=microbatches, steps=steps)
-    # Rank 0 alone runs the reference; the others receive it tensor by tensor. In bfloat16 the reference is
-    # float64, and one bfloat16 process gives the scale of the error.
+    steps = oracle.steps
+    ours, counts, agree = _run_layout(parallel, oracle, microbatches=microbatches)
+    # Rank 0 alone asks the oracle; the others receive what it says tensor by tensor. In bfloat16 the
+    # reference is float64, and one bfloat16 process gives the scale of the error.
     exact = "float64" if dtype == "bfloat16" else dtype
     reference = scale = None
     if mesh.world.rank == 0:
-        one_process = partial(
-            _run_one_process, model_spec, data=data, batch=batch, steps=steps, seed=seed, device=mesh.device
-        )
-        reference = one_process(dtype=exact)
-        scale = one_process(dtype=dtype) if dtype != exact else None
+        reference = oracle.trajectory(exact, mesh.device)
+        scale = oracle.trajectory(dtype, mesh.device) if dtype != exact else None
 
     losses = _broadcast_floats(mesh, reference.losses + reference.norms if reference else None, 2 * steps)
     ours_floats = ours.losses + ours.norms
     float_errors = _over_ranks(mesh, [_relative(a, b) for a, b in zip(ours_floats, losses, strict=True)])
-    gradient_errors = dict.fromkeys(ours.weights, 0.0)
-    for step in range(steps):
-        errors = _tensor_errors(mesh, ours.gradients[step], reference.gradients[step] if reference else None)
-        gradient_errors = {name: _worse(error, errors[name]) for name, error in gradient_errors.items()}
+    gradient_errors = [
+        _tensor_errors(mesh, ours.gradients[step], reference.gradients[step] if reference else None)
+        for step in range(steps)
+    ]
     weight_errors = _tensor_errors(mesh, ours.weights, reference.weights if reference else None)
     tolerances = _broadcast_floats(mesh, _tolerances(dtype, reference, scale) if reference else None, 4)
     loss_tolerance, norm_tolerance, gradient_tolerance, weight_tolerance = tolerances
-    return Verification(
+    worst_gradients = {name: _worst(errors[name] for errors in gradient_errors) for name in ours.weights}
+    verification = Verification(
         layout=str(mesh.layout),
         dtype=dtype,
         steps=steps,
         loss=Difference("loss", _worst(float_errors[:steps]), loss_tolerance),
         norm=Difference("gradient norm", _worst(float_errors[steps:]), norm_tolerance),
-        gradients=_ranked(gradient_errors, gradient_tolerance),
+        gradients=_ranked(worst_gradients, gradient_tolerance),
         weights=_ranked(weight_errors, weight_tolerance),
         valid_tokens=counts,
         tokens_agree=agree,
     )
+    if verification.passes:
+        return verification
+    where = first_difference(
+        parallel, oracle, microbatches=microbatches, dtype=exact, tolerance=gradient_tolerance
+    )
+    if where is None and _worst(gradient_errors[0].values()) > gradient_tolerance:
+        axes = suspects(mesh.layout, mesh.world.ranks, SUMS)
+        where = FirstDifference(SUMS, None, mesh.world.ranks, axes)
+    return replace(verification, where="later than the first step's sums" if where is None else str(where))
 
 
 def _run_layout(
-    parallel: ParallelModel, data: Dataset, *, batch: int, microbatches: int, steps: int
-) -> tuple[_Trajectory, tuple[int, ...], bool]:
-    mesh = parallel.mesh
+    parallel: ParallelModel, oracle: Oracle, *, microbatches: int
+) -> tuple[Trajectory, tuple[int, ...], bool]:
+    mesh, data, batch = parallel.mesh, oracle.data, oracle.batch
     owned = owned_parameters(parallel.units)
     optimizer = torch.optim.SGD([{"params": owned.decayed}, {"params": owned.plain}], lr=LEARNING_RATE)
-    trajectory = _Trajectory([], [], [], {})
+    trajectory = Trajectory([], [], [], {})
     counts: list[list[int]] = []
 
     def update(loss_sum: Tensor) -> None:
@@ -205,7 +189,7 @@ def _run_layout(
         parallel.publish_()
 
     agree = True
-    for step in range(steps):
+    for step in range(oracle.steps):
         batches = rank_batches(data, mesh, step=step, batch=batch, microbatches=microbatches)
         mine = sum(int((microbatch.labels_BS != IGNORE).sum()) for microbatch in batches)
         counts.append(all_gather(torch.tensor([mine], device=mesh.device), mesh.data).tolist())
@@ -215,53 +199,6 @@ def _run_layout(
         trajectory.losses.append(float(loss_sum) / max(valid_tokens, 1))
     trajectory.weights = {name: master.clone() for name, master in parallel.named_masters()}
     return trajectory, tuple(counts[0]), agree
-
-
-def _run_one_process(
-    model_spec: ModelSpec,
-    *,
-    data: Dataset,
-    batch: int,
-    steps: int,
-    dtype: str,
-    seed: int,
-    device: torch.device,
-) -> _Trajectory:
-    """See [Note: the oracle]."""
-    compute = getattr(torch, dtype)
-    with device:
-        model = Decoder(model_spec).to(compute)
-    masters = {
-        name: torch.empty(p.shape, dtype=master_dtype(compute), device=device)
-        for name, p in model.named_parameters()
-    }
-    initialize_(whole(masters), model, seed=seed, std=model_spec.initializer_range)
-    parameters = dict(model.named_parameters())
-    trajectory = _Trajectory([], [], [], {})
-    for step in range(steps):
-        for name, parameter in parameters.items():
-            parameter.data.copy_(masters[name])
-            parameter.grad = None
-            parameter.grad_dtype = masters[name].dtype
-        valid_tokens = max(data.valid_tokens(step, batch), 1)
-        row_losses = []
-        for row in range(batch):
-            loss_sum = model.loss_sum(data.rows(step, batch, range(row, row + 1)).to(device))
-            (loss_sum / valid_tokens).backward()
-            row_losses.append(float(loss_sum.detach()))
-        gradients = {name: _whole(parameter.grad, masters[name]) for name, parameter in parameters.items()}
-        trajectory.row_losses.append(row_losses)
-        trajectory.losses.append(sum(row_losses) / valid_tokens)
-        trajectory.norms.append(sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5)
-        trajectory.gradients.append(gradients)
-        for name, master in masters.items():
-            master -= LEARNING_RATE * gradients[name]
-    trajectory.weights = masters
-    return trajectory
-
-
-def _whole(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
 
 
 def _scales(reference: dict[str, Tensor], names: Iterable[str]) -> list[float]:
@@ -291,7 +228,7 @@ def _tensor_errors(
     return dict(zip(ours, _over_ranks(mesh, errors), strict=True))
 
 
-def _tolerances(dtype: str, reference: _Trajectory, scale: _Trajectory | None) -> list[float]:
+def _tolerances(dtype: str, reference: Trajectory, scale: Trajectory | None) -> list[float]:
     """Of loss, norm, gradients and weights."""
     if scale is None:
         return [TOLERANCE[dtype]] * 4

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 import fourfold
 from fourfold.checkpoint import save_checkpoint
 from fourfold.cli import app
-from fourfold.cli.verify import _trial
+from fourfold.cli.verify import make_trial
 from fourfold.data import PackedDataset, SyntheticDataset, TokenFile
 from fourfold.errors import RunStopped
 from fourfold.models import IGNORE
@@ -399,7 +399,7 @@ def test_verify_prints_json_even_of_what_is_no_number(monkeypatch: pytest.Monkey
 def test_verify_has_ranks_and_microbatches_without_a_label(
     layout: str, microbatches: int, batch: int, valid_by_rank: list[str]
 ):
-    trial = _trial(None, "tiny", layout, None, microbatches, 1, "float64", None, {})
+    trial = make_trial(None, "tiny", layout=layout, sizes={"microbatches": microbatches}, sharding={})
     assert trial.batch == batch
     ranks = trial.layout.size("dp", "fsdp")
     data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
@@ -418,12 +418,12 @@ def test_verify_has_ranks_and_microbatches_without_a_label(
 def test_verify_takes_sharding_from_the_run_file_and_the_options_over_it(folder: Path):
     text = RUN + '[sharding]\npieces = "matrices"\nprefetch = 3\n'
     (folder / "sharded.toml").write_text(text)
-    from_file = _trial(folder / "sharded.toml", None, "fsdp2", None, None, 1, "float64", None, {})
+    from_file = make_trial(folder / "sharded.toml", None, layout="fsdp2", sizes={}, sharding={})
     assert from_file.sharding == ShardingSection(pieces="matrices", prefetch=3)
     options = {"pieces": "flat", "accumulate": "whole"}
-    over_it = _trial(folder / "sharded.toml", None, "fsdp2", None, None, 1, "float64", None, options)
+    over_it = make_trial(folder / "sharded.toml", None, layout="fsdp2", sizes={}, sharding=options)
     assert over_it.sharding == ShardingSection(pieces="flat", prefetch=3, accumulate="whole")
-    alone = _trial(None, "tiny", "fsdp2", None, None, 1, "float64", None, {"prefetch": 0})
+    alone = make_trial(None, "tiny", layout="fsdp2", sizes={}, sharding={"prefetch": 0})
     assert alone.sharding == ShardingSection(prefetch=0)
 
 

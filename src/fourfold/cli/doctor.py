@@ -8,8 +8,9 @@ def doctor() -> None:
     import torch
 
     from fourfold import doctor as machine
-    from fourfold.cli.verify import Trial, run_trial
+    from fourfold.cli.verify import run_trial
     from fourfold.specs import Layout, ModelSpec
+    from fourfold.trial import Trial
 
     for name, value in machine.facts().items():
         typer.echo(f"{name:10}  {value}")

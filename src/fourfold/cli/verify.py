@@ -1,35 +1,21 @@
 """``fourfold verify``: the same steps on one process and on a layout, compared."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from fourfold.launch import Rank
-    from fourfold.specs import Layout, ModelSpec, ShardingSection
+    from fourfold.specs import ModelSpec
+    from fourfold.trial import Trial
     from fourfold.verify import Verification
 
-DTYPES = ("float64", "float32", "bfloat16")
 SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What is verified: a model on a layout, the shape of its batches, how often and in what precision."""
-
-    model: "ModelSpec"
-    layout: "Layout"
-    batch: int
-    microbatches: int
-    sequence_length: int
-    steps: int
-    dtype: str
-    seed: int = 0
-    sharding: "ShardingSection | None" = None
-    recompute: str = "none"
+MICROBATCHES_OF_ALL = 4
+"""Of a sweep over all layouts: as many as the longest pipeline of 8 ranks in which the small presets fit."""
 
 
 def verify(
@@ -37,17 +23,29 @@ def verify(
         Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file; the data is made up.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="E.g. model.num_hidden_layers=3; may repeat."),
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="The layout on trial, e.g. dp4.")] = None,
+    all_layouts: Annotated[
+        bool, typer.Option("--all", help="Every layout of --ranks ranks that fits, one after the other.")
+    ] = False,
+    ranks: Annotated[int | None, typer.Option(help="With --all: how many.")] = None,
+    shrink: Annotated[
+        bool,
+        typer.Option("--shrink", help="Make the model small first, with the heads that the layout cuts."),
+    ] = False,
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
     ] = None,
     microbatches: Annotated[
-        int | None,
-        typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp."),
+        int | None, typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp.")
     ] = None,
     steps: Annotated[int, typer.Option(help="SGD steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: 64.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data. Default: 0.")] = None,
     pieces: Annotated[
         str | None, typer.Option(help="What a rank of fsdp owns: auto, blocks, matrices, rows or flat.")
     ] = None,
@@ -58,16 +56,38 @@ def verify(
     recompute: Annotated[
         str | None, typer.Option(help="Forwards that run again: none, full, every:2, sqrt, slots:3, min...")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each layout.")] = False,
 ) -> None:
     """Check that a layout computes what one process computes: loss, gradients, norm, weights, token counts.
 
     Ends with status 0 if all errors are within the tolerance of the dtype, else 1.
     """
+    counts = {
+        "--steps": steps,
+        "--batch": batch,
+        "--microbatches": microbatches,
+        "--sequence": sequence,
+        "--ranks": ranks,
+    }
+    sizes = {"batch": batch, "microbatches": microbatches, "sequence_length": sequence, "seed": seed}
     sharding = {"pieces": pieces, "prefetch": prefetch, "accumulate": accumulate}
-    given: dict[str, object] = {name: value for name, value in sharding.items() if value is not None}
-    trial = _trial(run_file, model, layout, batch, microbatches, steps, dtype, sequence, given, recompute)
-    report = run_trial(trial)
+    _check_options(
+        run_file, model, layout, ranks, dtype, counts, all_layouts=all_layouts, has_batch=batch is not None
+    )
+    trial = make_trial(
+        run_file,
+        model,
+        overrides or (),
+        layout=layout or ("dp1" if all_layouts else None),
+        sizes={name: value for name, value in sizes.items() if value is not None},
+        sharding={name: value for name, value in sharding.items() if value is not None},
+        recompute=recompute,
+    )
+    trial = replace(trial, steps=steps, dtype=dtype)
+    if all_layouts:
+        _sweep(trial, ranks, shrink=shrink, microbatches=microbatches, as_json=as_json)
+        return
+    report = run_trial(trial.shrunk() if shrink else trial)
     if report is None:  # another rank of this job reports
         return
     from fourfold.reporting import json_text
@@ -76,133 +96,253 @@ def verify(
     raise typer.Exit(0 if report.passes else 1)
 
 
-def run_trial(trial: Trial) -> "Verification | None":
+def run_trial(trial: "Trial") -> "Verification | None":
     """Check the trial, run it on its ranks, and return the outcome; None on ranks but the first."""
+    reports = run_trials([trial], trial.layout.world_size)
+    return None if reports is None else reports[0]
+
+
+def run_trials(
+    trials: "Sequence[Trial]", world_size: int, *, aloud: bool = False
+) -> "list[Verification] | None":
+    """Check trials of so many ranks, run them one after the other, and return the outcomes.
+
+    None on ranks but the first. With ``aloud`` rank 0 prints a line for each as it ends.
+    """
     from fourfold.doctor import device_type
+    from fourfold.errors import UserError
     from fourfold.launch import check_local_ranks, joined_job, launch
-    from fourfold.layer.schedules import schedule_of
 
     job = joined_job()
-    trial.layout.validate(
-        trial.model,
-        batch=trial.batch,
-        microbatches=trial.microbatches,
-        sequence_length=trial.sequence_length,
-        world_size=job.world_size if job else None,
-    )
-    schedule_of(trial.layout, microbatches=trial.microbatches, layers=trial.model.num_hidden_layers)
+    problems = [
+        problem for trial in trials for problem in trial.problems(world_size=job.world_size if job else None)
+    ]
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
     if job is None:
-        device_type(trial.layout.world_size)
-        check_local_ranks(trial.layout.world_size)
-    report: Verification | None = launch(trial.layout.world_size, verify_on_rank, (trial,))
-    return report
+        device_type(world_size)
+        check_local_ranks(world_size)
+    reports: list[Verification] | None = launch(world_size, verify_on_rank, (tuple(trials), aloud))
+    return reports
 
 
-def verify_on_rank(rank: "Rank", trial: Trial) -> "Verification":
-    """Run the trial on one of its ranks."""
+def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "list[Verification]":
+    """Run the trials on one of their ranks. Those with the same steps share the oracle."""
     from fourfold.data import SyntheticDataset
     from fourfold.doctor import device_type
     from fourfold.mesh import Mesh
-    from fourfold.parallel_model import DEFAULT_SHARDING
-    from fourfold.specs.recompute_name import RecomputeName
+    from fourfold.oracle import Oracle
     from fourfold.verify import verify
 
     device = device_type(rank.job.local_world_size)
-    rank.connect(device_type=device, agree_on={"what to verify": trial})
-    data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
-    return verify(
-        trial.model,
-        Mesh(trial.layout, device),
-        data,
-        batch=trial.batch,
-        microbatches=trial.microbatches,
-        steps=trial.steps,
-        dtype=trial.dtype,
-        seed=trial.seed,
-        sharding=trial.sharding or DEFAULT_SHARDING,
-        recompute=RecomputeName.parse(trial.recompute),
-    )
+    rank.connect(device_type=device, agree_on={"what to verify": trials})
+    reports = []
+    oracle, asked = None, None
+    for trial in trials:
+        steps = (trial.model, trial.batch, trial.steps, trial.seed, trial.sequence_length)
+        if oracle is None or steps != asked:
+            data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
+            oracle = Oracle(trial.model, data, batch=trial.batch, steps=trial.steps, seed=trial.seed)
+            asked = steps
+        report = verify(
+            oracle,
+            Mesh(trial.layout, device),
+            microbatches=trial.microbatches,
+            dtype=trial.dtype,
+            sharding=trial.sharding,
+            recompute=trial.recompute,
+        )
+        if aloud and rank.is_first:
+            typer.echo(line(report))
+            if not report.passes:
+                typer.echo(f"    {report.where}\n    {trial.command()}")
+        reports.append(report)
+    return reports
 
 
-def _trial(
+def _sweep(
+    trial: "Trial", ranks: int | None, *, shrink: bool, microbatches: int | None, as_json: bool
+) -> None:
+    """Run the trial on every layout, and print the table."""
+    from fourfold.launch import joined_job
+    from fourfold.reporting import json_text
+
+    job = joined_job()
+    world_size = ranks or (job.world_size if job else 0)
+    trial = replace(trial.shrunk() if shrink else trial, microbatches=microbatches or MICROBATCHES_OF_ALL)
+    trials = list(trial.on_every_layout(world_size))
+    if not as_json and (job is None or job.rank == 0):
+        typer.echo(
+            f"{len(trials)} layouts of {world_size} ranks, {trial.steps} steps of SGD in {trial.dtype}\n"
+        )
+        typer.echo(HEADING)
+    reports = run_trials(trials, world_size, aloud=not as_json)
+    if reports is None:
+        return
+    if as_json:
+        for report in reports:
+            typer.echo(json_text(report.to_json()))
+    else:
+        typer.echo(f"\n{summary(trials, reports)}")
+    raise typer.Exit(0 if all(report.passes for report in reports) else 1)
+
+
+def _check_options(
     run_file: Path | None,
     model: str | None,
     layout: str | None,
-    batch: int | None,
-    microbatches: int | None,
-    steps: int,
+    ranks: int | None,
     dtype: str,
-    sequence: int | None,
-    sharding: dict[str, object],
-    recompute: str | None = None,
-) -> Trial:
-    """Return what is to be verified. Raises UserError with every problem of the options at once."""
+    counts: Mapping[str, int | None],
+    *,
+    all_layouts: bool,
+    has_batch: bool,
+) -> None:
+    """Raise UserError with every problem of the options that are wrong whatever the trial."""
     from fourfold.errors import UserError, choices, nearest
-    from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
-    from fourfold.specs.recompute_name import RecomputeName
+    from fourfold.launch import joined_job
+    from fourfold.trial import DTYPES
 
     problems = []
     if (run_file is None) == (model is None):
         problems.append(
             "give a run file or --model, one of them: e.g. fourfold verify --model tiny --layout dp2"
         )
-    elif model is not None and layout is None:
-        problems.append("--model needs --layout: e.g. --layout dp2")
+    elif model is not None and layout is None and not all_layouts:
+        problems.append("--model needs --layout: e.g. --layout dp2, or --all --ranks 4 for every layout")
+    if all_layouts and layout is not None:
+        problems.append("--all goes through every layout: leave out --layout")
+    if all_layouts and has_batch:
+        problems.append("--all takes as many sequences as all layouts divide: leave out --batch")
+    if all_layouts and ranks is None and joined_job() is None:
+        problems.append("--all needs --ranks: e.g. --all --ranks 4")
+    if ranks is not None and not all_layouts:
+        problems.append("--ranks goes with --all; a layout says itself how many ranks it has")
     if dtype not in DTYPES:
         problems.append(f"--dtype {dtype} does not exist.{nearest(dtype, DTYPES)} Use {choices(DTYPES)}")
-    counts = {"--steps": steps, "--batch": batch, "--microbatches": microbatches, "--sequence": sequence}
     problems += [
         f"{name} {value} is too small: use 1 or more"
         for name, value in counts.items()
         if value is not None and value < 1
     ]
+    if problems:
+        raise UserError(*problems)
+
+
+def make_trial(
+    run_file: Path | None,
+    model: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    layout: str | None,
+    sizes: Mapping[str, Any],
+    sharding: Mapping[str, object],
+    recompute: str | None = None,
+) -> "Trial":
+    """Return what is to be verified. Raises UserError with every problem at once.
+
+    Args:
+        run_file: gives what is not given here; or ``model`` does: a preset or the path of a config.json.
+        model: see ``run_file``.
+        overrides: ``section.key=value``; with ``model`` of its section alone.
+        layout: in place of the run file's.
+        sizes: fields of `Trial` by name.
+        sharding: keys of the run file's section.
+        recompute: in place of the run file's.
+    """
+    from fourfold.errors import UserError
+    from fourfold.specs import Layout, RunSpec, ShardingSection
+    from fourfold.specs.recompute_name import RecomputeName
+    from fourfold.trial import Trial
+
+    problems: list[str] = []
     try:
-        ShardingSection.model_validate(sharding)
+        cut = ShardingSection.model_validate(sharding)
     except UserError as error:
         problems += [f"--{message}" for message in error.messages]
     try:
-        RecomputeName.parse(recompute or "none")
+        policy = RecomputeName.parse(recompute or "none")
     except UserError as error:
         problems += [f"--{message}" for message in error.messages]
     if problems:
         raise UserError(*problems)
-    if run_file is not None:
-        from fourfold.data.tokenizers import load_tokenizer
+    if run_file is None:
+        assert model is not None
+        assert layout is not None
+        spec, parsed = _model(model, overrides), Layout.parse(layout)
+        given = {"batch": sizes.get("batch"), "microbatches": sizes.get("microbatches")}
+        trial = replace(Trial.of(spec, parsed, **given), sharding=cut, recompute=policy)
+        return replace(trial, **sizes)
+    from fourfold.data.tokenizers import load_tokenizer
 
-        run = RunSpec.load(run_file, layout=layout)
-        return Trial(
-            model=run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size),
-            layout=run.layout,
-            batch=batch or run.training.batch,
-            microbatches=microbatches or run.training.microbatches,
-            sequence_length=sequence or run.data.sequence_length,
-            steps=steps,
-            dtype=dtype,
-            sharding=ShardingSection.model_validate(run.resolved_sharding.model_dump() | sharding),
-            seed=run.seed,
-            recompute=recompute or str(run.training.recompute),
+    run = RunSpec.load(run_file, overrides, layout=layout)
+    trial = Trial(
+        model=run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size),
+        layout=run.layout,
+        batch=run.training.batch,
+        microbatches=run.training.microbatches,
+        sequence_length=run.data.sequence_length,
+        seed=run.seed,
+        sharding=ShardingSection.model_validate({**run.resolved_sharding.model_dump(), **sharding}),
+        recompute=policy if recompute else run.training.recompute,
+    )
+    return replace(trial, **sizes)
+
+
+def _model(name: str, overrides: Sequence[str]) -> "ModelSpec":
+    """A preset or a config.json, with sizes put in place of its own."""
+    from fourfold.errors import UserError
+    from fourfold.specs import ModelSpec
+    from fourfold.specs.run import ModelSection
+    from fourfold.specs.run_file import override_
+
+    values: dict[str, dict[str, object]] = {"model": {}}
+    for text in overrides:
+        override_(values, text)
+    if others := [key for key in values if key != "model"]:
+        raise UserError(
+            f"--set {others[0]}...: with --model only sizes of the model can be set, as model.KEY=VALUE"
         )
-    assert model is not None
-    assert layout is not None
-    spec = (
-        ModelSpec.from_config(model) if "/" in model or model.endswith(".json") else ModelSpec.preset(model)
+    is_path = "/" in name or name.endswith(".json")
+    section = ModelSection.model_validate({**values["model"], "config" if is_path else "preset": name})
+    return (
+        section.spec()
+        if section.overrides
+        else ModelSpec.from_config(name)
+        if is_path
+        else ModelSpec.preset(name)
     )
-    parsed = Layout.parse(layout)
-    pieces = microbatches or (1 if parsed.pp == 1 else 2 * parsed.pp)
-    share = parsed.size("dp", "fsdp") * pieces
-    return Trial(
-        model=spec,
-        layout=parsed,
-        # Of SyntheticDataset's rows every third has no label. So few rows leave some microbatches, and
-        # without accumulation whole ranks, with nothing that counts: a loss averaged anywhere would show.
-        batch=batch or share * math.ceil(3 / share),
-        microbatches=pieces,
-        sequence_length=sequence or 64,
-        steps=steps,
-        dtype=dtype,
-        sharding=ShardingSection.model_validate(sharding),
-        recompute=recompute or "none",
-    )
+
+
+HEADING = f"{'layout':44} {'loss':>8} {'gradient':>9} {'norm':>8} {'weights':>8}"
+
+
+def line(report: "Verification") -> str:
+    """One layout of a sweep: the worst relative errors."""
+    errors = (report.loss, report.gradients[0], report.norm, report.weights[0])
+    loss, gradient, norm, weights = (f"{found.error:.1e}" for found in errors)
+    outcome = "ok" if report.passes else "WRONG"
+    return f"{report.layout:44} {loss:>8} {gradient:>9} {norm:>8} {weights:>8}  {outcome}"
+
+
+def summary(trials: "Sequence[Trial]", reports: "Sequence[Verification]") -> str:
+    """The outcome of a sweep by the degrees of the axes: the worst of all options that these have."""
+    groups: dict[str, list[Verification]] = {}
+    for trial, report in zip(trials, reports, strict=True):
+        groups.setdefault(str(replace(trial.layout, options={})), []).append(report)
+    width = max(len("degrees"), *map(len, groups))
+    lines = [f"{'degrees':{width}}  layouts  passed  worst relative error"]
+    for degrees, found in groups.items():
+        worst = max(_worst_error(report) for report in found)
+        passed = sum(report.passes for report in found)
+        lines.append(f"{degrees:{width}}  {len(found):7}  {passed:6}  {worst:20.1e}")
+    passed = sum(report.passes for report in reports)
+    lines.append(f"{'all':{width}}  {len(reports):7}  {passed:6}  {max(map(_worst_error, reports)):20.1e}")
+    return "\n".join([*lines, "", "pass" if passed == len(reports) else "FAIL"])
+
+
+def _worst_error(report: "Verification") -> float:
+    return max(report.loss.error, report.norm.error, report.gradients[0].error, report.weights[0].error)
 
 
 def table(report: "Verification") -> str:
@@ -222,5 +362,7 @@ def table(report: "Verification") -> str:
         lines.append(f"and gradients and weights of {others} more parameters, each closer")
     counted = "agree with the dataset" if report.tokens_agree else "DO NOT agree with the dataset"
     lines.append(f"valid tokens by rank: {', '.join(map(str, report.valid_tokens))}, {counted}")
+    if report.where:
+        lines.append(report.where)
     lines += ["", "pass" if report.passes else "FAIL"]
     return "\n".join(lines)

@@ -19,7 +19,7 @@ def read_run_file(path: Path, overrides: Sequence[str] = (), layout: str | None 
     problems: list[str] = []
     for text in overrides:
         try:
-            _override(values, text)
+            override_(values, text)
         except UserError as error:
             problems += error.messages
     if problems:
@@ -43,7 +43,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise UserError(f"run file {path} is not valid TOML: {error}") from None
 
 
-def _override(values: dict[str, Any], text: str) -> None:
+def override_(values: dict[str, Any], text: str) -> None:
     """Put ``section.key=value`` into the content of a run file, in place."""
     name, equals, value = text.partition("=")
     parts = name.strip().split(".")
@@ -70,14 +70,14 @@ def _value(text: str) -> Any:
 
 def toml(values: Mapping[str, Any]) -> str:
     """Write top-level keys, then one table for each mapping. None has no place in TOML."""
-    lines = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    lines = [f"{key} = {literal(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
     for section, table in values.items():
         if isinstance(table, Mapping):
-            lines += ["", f"[{section}]", *(f"{key} = {_literal(value)}" for key, value in table.items())]
+            lines += ["", f"[{section}]", *(f"{key} = {literal(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """Write one value; tables inside a section are written inline."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -87,5 +87,5 @@ def _literal(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + "}"
-    return "[" + ", ".join(_literal(item) for item in value) + "]"
+        return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(literal(item) for item in value) + "]"
