@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "layer.transfers": 0,
     "layer.list_scheduling": 0,
     "layer.schedules": 0,
+    "layer.v_schedules": 0,
     "layer.schedule_search": 0,
     "layer.schedule_file": 0,
     "layer.transport": 2,

@@ -59,8 +59,7 @@ def test_gradients_are_autograds_own_bit_for_bit(deferred: bool) -> None:
             with sink.deferred() as queue:
                 model(inputs(k)).backward(output_gradient(k, torch.float64))
             assert len(queue) == 3
-            for add in queue:
-                add()
+            sink.add_deferred_(queue)
         else:
             model(inputs(k)).backward(output_gradient(k, torch.float64))
     sink.finish_(list(model.parameters()))
@@ -80,8 +79,7 @@ def test_deferring_and_not_deferring_agree_bit_for_bit() -> None:
             if deferred:
                 with sink.deferred() as queue:
                     model(inputs(k)).backward(output_gradient(k, torch.float32))
-                for add in queue:
-                    add()
+                sink.add_deferred_(queue)
             else:
                 model(inputs(k)).backward(output_gradient(k, torch.float32))
         results.append({name: p.grad for name, p in model.named_parameters() if name != "embed.weight"})
@@ -169,8 +167,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on(deferred: bool) -> None:
         with sink.deferred() as queue:
             model(ids).sum().backward()
         assert len(queue) == 2  # the frozen linear layer in the middle asks for nothing
-        for add in queue:
-            add()
+        sink.add_deferred_(queue)
     else:
         model(ids).sum().backward()
     assert all(weight.grad is None for weight in frozen)

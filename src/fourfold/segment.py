@@ -26,7 +26,7 @@ class _Moment:
     def __init__(self, device: torch.device, modules: Sequence[nn.Module]):
         self._device = device
         self._random = torch.get_rng_state()
-        on_device = device.type != "cpu"
+        on_device = device.type not in ("cpu", "meta")
         self._device_random = torch.get_device_module(device).get_rng_state(device) if on_device else None
         self._buffers = [(owner, name, buffer.clone()) for owner, name, buffer in _buffers(modules)]
 
@@ -136,10 +136,7 @@ class Segment:
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: add the weight gradients that `input_gradient` kept."""
-        queue = self._deferred.pop(microbatch)
-        queue.reverse()  # the order stays; what an addition needed goes with it
-        while queue:
-            queue.pop()()
+        self._weight_gradients.add_deferred_(self._deferred.pop(microbatch))
 
     def evaluate(self, x: Tensor | None, batch: Microbatch) -> Tensor:
         """Compute the output and keep nothing."""

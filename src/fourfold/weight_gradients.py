@@ -3,7 +3,7 @@
 [Note: deferred weight gradients] The backward of a linear layer is two products: the input gradient, which
 the layer before waits for, and the weight gradient, which nobody waits for before the reduction. Zero-bubble
 schedules (Qi et al. 2023) run them at different times. `WeightGradients.deferred` collects the second
-products instead of running them; what it returns runs them.
+products instead of running them, and `add_deferred_` runs them.
 
 An embedding's gradient is one addition of rows into the float32 (or higher) buffer. It is always at once, and
 never summed in a lower precision: frequent tokens would stop to count.
@@ -15,6 +15,7 @@ autograd engine's device threads see it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[list[Callable[[], None]]]:
-        """Collect weight gradients instead of computing them; run the calls in the list to make up for it."""
+        """Collect weight gradients instead of computing them, for `add_deferred_` to make up for it."""
         assert self._queue is None, "weight gradients are being deferred already"
         queue: list[Callable[[], None]] = []
         self._queue = queue
@@ -74,6 +75,14 @@ class WeightGradients:
             yield queue
         finally:
             self._queue = None
+
+    @staticmethod
+    def add_deferred_(queue: list[Callable[[], None]]) -> None:
+        """Compute what `deferred` collected, in its order, and release what each addition needed after it."""
+        queue.reverse()
+        with torch.no_grad():
+            while queue:
+                queue.pop()()
 
     def add(self, weight: Tensor, bias: Tensor | None, x_NI: Tensor, gradient_NO: Tensor) -> None:
         """Add the gradients of ``weight`` and ``bias``, given the layer's input and its output's gradient.
@@ -89,8 +98,7 @@ class WeightGradients:
         if self._queue is None:  # inside a backward, where autograd records nothing
             self._add(weight, bias, x_NI, gradient_NO)
         else:
-            later = torch.no_grad()(self._add)
-            self._queue.append(lambda: later(weight, bias, x_NI, gradient_NO))
+            self._queue.append(partial(self._add, weight, bias, x_NI, gradient_NO))
 
     def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of an embedding.
