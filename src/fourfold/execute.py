@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fourfold.batch.units import Unit
-from fourfold.collectives import Pending, all_reduce_
+from fourfold.collectives import Pending, agree, all_reduce_
 from fourfold.layer.transfers import arrived
 from fourfold.layer.transport import Transport
 from fourfold.measured import Trace
@@ -204,6 +204,10 @@ class Executor:
     def _interpret(self, actions: Sequence[Action], state: _Step, run: dict[Kind, _Run]) -> None:
         if self._is_broken:
             raise RuntimeError("a step failed while ranks were communicating: build the model anew")
+        if agree.active() and self._mesh.pp.size > 1:  # else one would wait for what no other rank sends
+            what = "a training step" if run is self._run else "forwards alone"
+            count = f"of {len(state.batches)} microbatches"
+            agree.check("run", self._mesh.pp, self._device, f"{what} {count}")
         try:
             for action in actions:
                 run[action.kind](state, action)

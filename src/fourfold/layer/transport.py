@@ -29,6 +29,7 @@ class Transport:
             if action.kind in SENDS
         }
         self._edges = mesh.edges(sorted(pairs))
+        self._trains = any(kind == Kind.SEND_GRADIENT.value for _, _, kind in pairs)
 
     def send(self, action: Action, tensor: Tensor) -> Pending:
         """Start to send ``tensor``; it must stay as it is until the end has been waited for."""
@@ -48,8 +49,8 @@ class Transport:
         return axis, axis.ranks.index(self._pp.ranks[other])
 
     def _number(self, message: Action) -> int:
-        """The number of a SEND among all of a step."""
-        kind = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT).index(message.kind)
+        """The number of a SEND among all of a step, and none that an evaluation has, nor the other way."""
+        kind = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT).index(message.kind) if self._trains else 2
         return (kind * self._program.num_segments + message.segment) * _MOST_MICROBATCHES + message.microbatch
 
 
