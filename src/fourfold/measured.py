@@ -1,12 +1,15 @@
-"""When the actions of a step really ran: in the same form as a simulation's."""
+"""When the actions of a step really ran, in the same form as a simulation's, and where the time went."""
 
+import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from fourfold.collectives import Pending, all_gather
+from fourfold.collectives import Pending, Wait, all_gather
 from fourfold.mesh import Axis
-from fourfold.program.actions import Action, Kind
+from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.program.clock import Span, Timeline
 
 
@@ -23,9 +26,11 @@ class Trace:
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self.device = device
-        self._on_host = device.type == "cpu"
+        self.on_host = device.type == "cpu"
+        """Whether times are known."""
         self._rank = rank
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
+        """By the clock of `Wait`."""
         self.began_at = time.time()
         """By the clock on the wall, which ranks share."""
         self._open: list[tuple[Action, float, Pending]] = []
@@ -33,17 +38,17 @@ class Trace:
 
     def now(self) -> float:
         """Seconds since the step began."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
     def add(self, action: Action, start: float) -> None:
         """Note an action that ends now."""
-        if self._on_host:
+        if self.on_host:
             self.spans.append(Span(self._rank, action, start, self.now()))
             self._close([entry for entry in self._open if entry[2].is_done()])
 
     def started(self, action: Action, start: float, pending: Pending) -> None:
         """Note a collective that runs on."""
-        if self._on_host:
+        if self.on_host:
             self._open.append((action, start, pending))
 
     def waited(self, pending: Pending) -> None:
@@ -93,3 +98,115 @@ def measured_timeline(trace: Trace, axis: Axis) -> Timeline:
 
 
 _KINDS = list(Kind)
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """Where the seconds of one rank's step went. The parts are disjoint and add up to the step.
+
+    What a rank waits for within an action is no part of the action.
+
+    Attributes:
+        compute: forwards and backwards.
+        recompute: forwards that ran again.
+        exposed: communication that nothing hid, by axis: starting collectives and waiting for them. Waiting
+            for a slower rank looks the same.
+        bubble: waiting for what other pipeline ranks compute, or add to a sum, with the time of the message.
+        optimizer: the update, with its norm.
+        data: making the batch.
+        other: the rest: what the host does between actions.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    data: float = 0.0
+    other: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Every part by name, in the order in which they are printed; ``exposed tp`` for an axis."""
+        return {
+            "compute": self.compute,
+            "recompute": self.recompute,
+            **{f"exposed {axis}": seconds for axis, seconds in sorted(self.exposed.items())},
+            "bubble": self.bubble,
+            "optimizer": self.optimizer,
+            "data": self.data,
+            "other": self.other,
+        }
+
+
+def time_spent(
+    trace: Trace, waits: Sequence[Wait], *, seconds: float, data_seconds: float
+) -> TimeSpent | None:
+    """Return where a step's time went; None on an accelerator, where the host's clock does not tell.
+
+    Args:
+        trace: of the step.
+        waits: those of the step, in order.
+        seconds: of the whole step.
+        data_seconds: of making the batch, before the program ran.
+    """
+    if not trace.on_host:
+        return None
+    found = dict.fromkeys(_PART_OF.values(), 0.0)
+    exposed: dict[str, float] = {}
+    bubble, position = 0.0, 0
+    for wait in waits:
+        if "pp" in wait.axis.split(",") and wait.op != "send":
+            bubble += wait.ended - wait.began
+        else:
+            exposed[wait.axis] = exposed.get(wait.axis, 0.0) + wait.ended - wait.began
+    for span in trace.spans:
+        part = _PART_OF.get(span.action.kind)
+        if part is None:
+            continue
+        start, end = span.start_seconds + trace.began, span.end_seconds + trace.began
+        busy = end - start
+        while position < len(waits) and waits[position].began < end:
+            if waits[position].began >= start:
+                busy -= waits[position].ended - waits[position].began
+            position += 1
+        found[part] += busy
+    other = seconds - data_seconds - bubble - sum(found.values()) - sum(exposed.values())
+    return TimeSpent(exposed=exposed, bubble=bubble, data=data_seconds, other=other, **found)
+
+
+_PART_OF = {
+    **dict.fromkeys(COMPUTE, "compute"),
+    Kind.RECOMPUTE: "recompute",
+    Kind.UPDATE: "optimizer",
+}
+
+
+@dataclass
+class Waited:
+    """The collectives of one op on one axis in a step, of one rank.
+
+    Attributes:
+        exposed_seconds: in which the rank did nothing else.
+        behind_seconds: in which they were under way behind other work. They may have ended before it did: it
+            is the most that was hidden.
+    """
+
+    exposed_seconds: float = 0.0
+    behind_seconds: float = 0.0
+
+
+def by_op(waits: Sequence[Wait]) -> dict[tuple[str, str], Waited]:
+    """Add up waits by (op, axis)."""
+    found: dict[tuple[str, str], Waited] = {}
+    for wait in waits:
+        waited = found.setdefault((wait.op, wait.axis), Waited())
+        waited.exposed_seconds += wait.ended - wait.began
+        waited.behind_seconds += wait.behind_seconds
+    return found
+
+
+def gathered(parts: Mapping[str, float], axis: Axis, device: torch.device) -> list[dict[str, float]]:
+    """Return the named numbers of all ranks, by rank. All of them call it; names may differ."""
+    text = torch.tensor(list(json.dumps(dict(parts)).encode()), dtype=torch.uint8, device=device)
+    counts = all_gather(torch.tensor([len(text)], device=device), axis).tolist()
+    return [json.loads(bytes(part.tolist())) for part in all_gather(text, axis, counts=counts).split(counts)]

@@ -4,17 +4,18 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fourfold.allocator import keep_freed_memory
-from fourfold.collectives import all_gather, all_reduce_
+from fourfold.collectives import Wait, all_gather, all_reduce_, log_waits, record
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
 from fourfold.initialize import initialize_
 from fourfold.learning_rate import learning_rate
+from fourfold.measured import TimeSpent, time_spent
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import Update, optimizers
@@ -22,6 +23,7 @@ from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
 from fourfold.program.actions import SUMS
 from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
+from fourfold.traffic import Event
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class StepReport:
         valid_tokens: labels that counted.
         seconds: wall-clock time of the step.
         memory_bytes: peak memory of this rank, of the device, or on the CPU of the process.
+        spent: where this rank's time went; None where that is not known.
+        events: what this rank sent, in order.
+        waits: when it waited for that, in order.
     """
 
     step: int
@@ -47,6 +52,9 @@ class StepReport:
     valid_tokens: int
     seconds: float
     memory_bytes: int
+    spent: TimeSpent | None = None
+    events: Sequence[Event] = ()
+    waits: Sequence[Wait] = ()
 
 
 @dataclass(frozen=True)
@@ -135,18 +143,27 @@ class Trainer:
         began = time.perf_counter()
         training = self._run.training
         valid_tokens = self._data.valid_tokens(step, training.batch)
+        batches = self._batches(step)
+        data_seconds = time.perf_counter() - began
         update = self._update
         update.learning_rate = learning_rate(step + 1, spec=self._run.optimizer, total_steps=training.steps)
-        loss_sum = self.parallel.step(self._batches(step), valid_tokens=valid_tokens, update=update)
+        with record() as events, log_waits() as waits:
+            loss_sum = self.parallel.step(batches, valid_tokens=valid_tokens, update=update)
+        loss = float(loss_sum) / max(valid_tokens, 1)
+        seconds = time.perf_counter() - began
+        trace = self.parallel.executor.trace
         return StepReport(
             step=step + 1,
-            loss=float(loss_sum) / max(valid_tokens, 1),
+            loss=loss,
             grad_norm=update.norm,
             learning_rate=update.learning_rate,
             tokens=training.batch * self._run.data.sequence_length,
             valid_tokens=valid_tokens,
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             memory_bytes=peak_memory_bytes(self.parallel.mesh.device),
+            spent=time_spent(trace, waits, seconds=seconds, data_seconds=data_seconds),
+            events=events,
+            waits=waits,
         )
 
     def diagnosis(self, step: int) -> str:

@@ -10,7 +10,7 @@ All ranks of an axis call the same collectives in the same order, whatever their
 
 from fourfold.collectives.agree import CollectiveMismatch, agreement
 from fourfold.collectives.moves import all_gather, all_to_all, barrier, broadcast_, exchange_, recv_, send
-from fourfold.collectives.pending import CollectiveError, Pending
+from fourfold.collectives.pending import CollectiveError, Pending, Wait, log_waits
 from fourfold.collectives.recorder import record
 from fourfold.collectives.reductions import all_reduce_, reduce_, reduce_scatter
 
@@ -18,6 +18,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatch",
     "Pending",
+    "Wait",
     "agreement",
     "all_gather",
     "all_reduce_",
@@ -25,6 +26,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "exchange_",
+    "log_waits",
     "record",
     "recv_",
     "reduce_",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fourfold.collectives import agree
 from fourfold.collectives.backend import Started
-from fourfold.collectives.pending import Pending, naming
+from fourfold.collectives.pending import Pending, naming, waiting
 from fourfold.collectives.recorder import note
 from fourfold.mesh import Axis
 
@@ -43,7 +43,7 @@ def perform(
 
 def begin(op: str, axis: Axis, start: Callable[[], Started], *, blocking: bool) -> Tensor | Pending:
     """Start a collective, and wait for its end where asked to."""
-    with naming(op, axis):
+    with waiting(op, axis), naming(op, axis):
         works, finish = start()
     return conclude(Pending(op, axis, works, finish), blocking=blocking)
 
