@@ -13,6 +13,7 @@ from math import prod
 from fourfold.batch.costs import UnitSize
 from fourfold.batch.pieces import Pieces, cut
 from fourfold.batch.reduction import blocks_of_segments
+from fourfold.block_memory import BlockSizes
 from fourfold.build import Sharding, UnitUse, build
 from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
 from fourfold.channel.plans import decoder_plan
@@ -21,7 +22,7 @@ from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
 from fourfold.program.actions import Program
 from fourfold.recompute.costs import decoder_blocks
-from fourfold.specs import Layout, ModelSpec, ShardingSection
+from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -58,6 +59,21 @@ class Step:
     recompute: RecomputeName = NO_RECOMPUTATION
     optimizer: str = "adamw"
 
+    @classmethod
+    def of_run(cls, run: RunSpec, spec: ModelSpec) -> "Step":
+        """A step of a training run, whose model is ``spec``."""
+        return cls(
+            spec,
+            run.layout,
+            batch=run.training.batch,
+            sequence_length=run.data.sequence_length,
+            microbatches=run.training.microbatches,
+            dtype=run.training.dtype,
+            sharding=run.resolved_sharding,
+            recompute=run.training.recompute,
+            optimizer=run.optimizer.name,
+        )
+
     @property
     def rows(self) -> int:
         """Sequences of a microbatch on a rank."""
@@ -67,6 +83,22 @@ class Step:
     def itemsize(self) -> int:
         """Bytes of an element in the dtype that computation runs in."""
         return ITEMSIZES[self.dtype]
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """What the bytes of a block follow from."""
+        layout = self.layout
+        return BlockSizes(
+            self.spec,
+            rows=self.rows,
+            sequence_length=self.sequence_length,
+            itemsize=self.itemsize,
+            cp=layout.cp,
+            ulysses=layout.ulysses(self.spec) if layout.cp > 1 else 1,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel(self.sequence_length),
+            regather=layout.options.get("tp") == "regather",
+        )
 
 
 @dataclass(frozen=True)
@@ -101,12 +133,14 @@ class Outline:
 
     Attributes:
         step: what is outlined.
+        order: the schedule: in which order the stages' forwards and backwards run.
         program: what each pipeline rank does.
         blocks: the names of each segment's blocks, in order: ``embed``, ``layer.0``..., ``head``.
         units: by their number in the program.
     """
 
     step: Step
+    order: Program
     program: Program
     blocks: Sequence[Sequence[str]]
     units: Sequence[UnitOutline]
@@ -171,7 +205,7 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
             tp=layout.tp,
         ),
     )
-    return Outline(step, program, blocks, units)
+    return Outline(step, order, program, blocks, units)
 
 
 def _segments(

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli import doctor, prepare, sample, schedule, train, verify
+from fourfold.cli import doctor, explain, prepare, sample, schedule, train, verify
 from fourfold.errors import RunStopped, UserError
 
 
@@ -50,7 +50,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train.train, verify.verify, sample.sample, prepare.prepare, schedule.schedule, doctor.doctor):
+for command in (
+    train.train,
+    verify.verify,
+    explain.explain,
+    sample.sample,
+    prepare.prepare,
+    schedule.schedule,
+    doctor.doctor,
+):
     app.command()(command)
 
 

@@ -1,0 +1,220 @@
+"""Bytes of the blocks of a decoder on a rank: what they keep for their backward, and what they compute with.
+
+[Note: what a tape holds] Of T tokens with C channels, H query and K key/value heads of D, and F channels in
+the feed-forward, a layer keeps: its input and the stream between attention and feed-forward, and what enters
+either branch, the norms' outputs (4 C in all); q, k and v as attention reads them, and its output; four
+tensors of the feed-forward (the two projections, the activation and the product), 4 F. In float32 or higher
+it keeps a number a token for each norm, and one a token and head for attention. With norms on q and k, what
+those read comes on top. The head keeps its input, the norm's output, and the logits of one chunk. Rotary
+angles are shared by all layers, labels lie in the batch, and the weights are no part of a tape.
+
+On tp, H, K and F are a rank's own. With sequence parallelism the stream between the branches is that of
+T / tp tokens, and what enters a branch is gathered, of all T, unless that is done again. Ulysses keeps q, k
+and v of all tokens and some heads, and its output both as attention made it and as it came back. A sliding
+window has its output in parts and as a whole, and its masks.
+"""
+
+from dataclasses import dataclass
+
+from fourfold.memory import tokens_of_logits
+from fourfold.specs.model import ModelSpec
+
+LOSS_ELEMENTS = 2**17
+"""Logits that the loss works on at once; see `fourfold.models.loss`."""
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of a block on one microbatch.
+
+    Attributes:
+        input: of its input.
+        tape: of what its forward keeps, the input included, but not the logits.
+        logits: of those that it keeps.
+        deferred: of what linear layers need for their weight gradients, once the rest of the tape is gone.
+        forward: at most beside its input while it runs and keeps its tape, logits apart.
+        evaluate: the same while it keeps nothing.
+        loss: at most of logits and what the loss makes of them, while it runs.
+        backward: at most beside its tape and its output's gradient while it goes back.
+        halves: the same where weight gradients come later.
+    """
+
+    input: int
+    tape: int
+    logits: int
+    deferred: int
+    forward: int
+    evaluate: int
+    loss: int
+    backward: int
+    halves: int
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """What the bytes of a block follow from.
+
+    Attributes:
+        spec: the model.
+        rows: of a microbatch on a rank.
+        sequence_length: tokens of a row, on all ranks of cp.
+        itemsize: bytes of an element in the dtype that computation runs in.
+        cp: over how many ranks the tokens are cut, of which ``ulysses`` exchange them for heads.
+        tp: over how many ranks heads, feed-forward and vocabulary are cut.
+        sequence_parallel: whether those divide the stream's tokens among them, too.
+        regather: whether what enters a branch is then gathered again in the backward.
+    """
+
+    spec: ModelSpec
+    rows: int
+    sequence_length: int
+    itemsize: int
+    cp: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    regather: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch on a rank of cp: of the one that has most."""
+        return self.rows * -(-self.sequence_length // self.cp)
+
+    @property
+    def high(self) -> int:
+        """Bytes of an element in float32 or higher."""
+        return max(self.itemsize, 4)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a rank of tp."""
+        return self.spec.num_attention_heads // self.tp
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of a rank of tp."""
+        return max(1, self.spec.num_key_value_heads // self.tp)
+
+    @property
+    def inner(self) -> int:
+        """Bytes of the channels of the feed-forward."""
+        return self.tokens * self.itemsize * (self.spec.intermediate_size // self.tp)
+
+    @property
+    def entered(self) -> int:
+        """Bytes of what enters a branch: the stream of all tokens."""
+        return self.tokens * self.itemsize * self.spec.hidden_size
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the stream between branches."""
+        return self.entered // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def gathered_twice(self) -> int:
+        """Bytes of what enters a branch, where its tape does not keep them."""
+        return self.entered if self.sequence_parallel and self.regather else 0
+
+    @property
+    def norm_numbers(self) -> int:
+        """Bytes of what a norm keeps of its rows beside its input."""
+        return self.tokens * self.high // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def queries(self) -> int:
+        """Bytes of the queries, or of attention's output."""
+        return self.tokens * self.itemsize * self.heads * self.spec.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Bytes of the keys and values."""
+        return 2 * self.tokens * self.itemsize * self.kv_heads * self.spec.head_dim
+
+    @property
+    def attention(self) -> int:
+        """Bytes of what attention keeps, its inputs and output included."""
+        spec, tokens = self.spec, self.tokens
+        window = spec.sliding_window or self.sequence_length
+        kept = 2 * self.queries + self.keys * max(1, self.ulysses // self.kv_heads)
+        kept += tokens * self.heads * self.high
+        if self.ulysses > 1:
+            kept += self.queries
+        elif self.cp == 1 and window < self.sequence_length:
+            kept += self.queries + self._masks(window)
+        if spec.qk_norm:
+            kept += self.queries + self.keys // 2 + tokens * self.high * (self.heads + self.kv_heads)
+        return kept
+
+    def _masks(self, window: int) -> int:
+        """Bytes of the masks of blocks of ``window`` queries."""
+        starts = range(0, self.sequence_length, window)
+        pairs = [
+            (min(start + window, self.sequence_length) - start)
+            * (min(start + window, self.sequence_length) - max(0, start - window + 1))
+            for start in starts
+        ]
+        return sum(pairs) * self.itemsize
+
+    def embed(self) -> BlockMemory:
+        """The embedding: where its rows are cut, it keeps which ids are its own."""
+        tape = self.tokens * (8 + 1) if self.tp > 1 else 0
+        return BlockMemory(0, tape, 0, 0, tape + self.entered, self.entered, 0, 0, 0)
+
+    def layer(self) -> BlockMemory:
+        """A layer. Most is held where the product of the feed-forward is made, or goes back."""
+        is_cut = self.tp > 1
+        entered = self.stream if self.gathered_twice else self.entered
+        tape = 2 * self.stream + 2 * entered + 2 * self.norm_numbers + self.attention + 4 * self.inner
+        # What a branch gives, and with sequence parallelism a copy of it in parts, until it is summed.
+        leaving = (
+            2 * self.entered if self.sequence_parallel else self.entered if is_cut else 0
+        ) + self.stream
+        evaluate = self.stream + self.entered + 3 * self.inner
+        evaluate = max(evaluate, self.entered + 2 * (self.queries + self.keys))
+        product = self._weight_product(self.spec.hidden_size * (self.spec.intermediate_size // self.tp))
+        gathered = self.entered if self.sequence_parallel else 0
+        gathered += self.gathered_twice
+        backward = gathered + max(2 * self.inner, self.inner + product, gathered if self.rows > 1 else 0)
+        deferred = 2 * self.entered + 2 * self.queries + self.keys + 3 * self.inner
+        deferred += 2 * self.entered
+        return BlockMemory(
+            input=self.stream,
+            tape=tape,
+            logits=0,
+            deferred=deferred,
+            forward=tape - self.stream + leaving + self.stream + self.gathered_twice,
+            evaluate=evaluate + leaving,
+            loss=0,
+            backward=backward,
+            halves=gathered + 3 * self.inner,
+        )
+
+    def head(self) -> BlockMemory:
+        """The norm, the logits of one chunk of tokens after another, and their loss."""
+        vocabulary = -(-self.spec.vocab_size // self.tp)
+        chunk = min(
+            self.tokens, tokens_of_logits(self.spec.vocab_size, itemsize=self.itemsize, ranks=self.tp)
+        )
+        logits = chunk * vocabulary * self.itemsize
+        at_once = min(chunk, max(1, LOSS_ELEMENTS // vocabulary)) * vocabulary
+        work = at_once * self.high * (1 if self.itemsize == self.high else 2)
+        if self.tp > 1:  # whose columns the labels are in, and each rank's share
+            logits += chunk * (self.high + 8 + 2)
+        tape = self.stream + self.entered + self.norm_numbers
+        gathered = self.entered if self.sequence_parallel else 0
+        product = self._weight_product(vocabulary * self.spec.hidden_size)
+        return BlockMemory(
+            input=self.stream,
+            tape=tape,
+            logits=logits,
+            deferred=self.entered + logits,
+            forward=tape - self.stream,
+            evaluate=self.entered,
+            loss=logits + work,
+            backward=self.entered + max(product, gathered),
+            halves=self.entered + gathered,
+        )
+
+    def _weight_product(self, elements: int) -> int:
+        """Bytes of a weight gradient before it is added up, where that is in another dtype."""
+        return elements * self.itemsize if self.itemsize != self.high else 0

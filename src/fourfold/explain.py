@@ -1,0 +1,301 @@
+"""What a training step would take, before anything runs: memory, FLOPs, messages, the bubble.
+
+Ranks of a pipeline stage do the same with the same sizes, so one of each stage stands for all of them, and a
+cluster may have any size. Where they hold unequal parts, it is one that holds most.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from fourfold.channel.costs import ChannelCosts
+from fourfold.errors import UserError
+from fourfold.events import SegmentCosts, step_events
+from fourfold.layer.schedules import schedule_of
+from fourfold.memory import Category
+from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
+from fourfold.program.actions import COMPUTE, Action, Kind
+from fourfold.program.clock import Timeline, clock, peak_activations
+from fourfold.rank_memory import Holdings, RankMemory, rank_memory
+from fourfold.sequence.costs import SequenceCosts
+from fourfold.specs import Layout
+from fourfold.step_flops import StepFlops, StepWork
+from fourfold.traffic import Event, sent_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one op on one axis, of one rank's step.
+
+    Attributes:
+        op: which, as in ``all_gather``.
+        axis: over which ranks.
+        calls: how often.
+        message_bytes: of the messages, whatever a rank holds of them; see `fourfold.traffic`.
+        sent_bytes: that a rank puts on the wire, by a bandwidth-optimal algorithm.
+    """
+
+    op: str
+    axis: str
+    calls: int
+    message_bytes: int
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a step takes on the ranks of each pipeline stage.
+
+    Attributes:
+        step: what is explained.
+        outline: its stages, units and program.
+        device_type: ``cuda`` or ``cpu``: whose collectives it is for.
+    """
+
+    step: Step
+    outline: Outline
+    device_type: str = "cuda"
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """What a rank of each pipeline stage holds."""
+        return [rank_memory(self.holdings(rank)) for rank in range(self.step.layout.pp)]
+
+    def holdings(self, rank: int, shard: int | None = None) -> Holdings:
+        """What the memory of a pipeline rank follows from, on the rank of the pieces that owns most."""
+        step, found = self.step, self.outline
+        shard = found.heaviest_shard(rank) if shard is None else shard
+        sizes = step.sizes
+        of_kind = {"embed": sizes.embed(), "head": sizes.head(), "layer": sizes.layer()}
+        tokens = step.rows * step.sequence_length
+        own = sizes.tokens if step.layout.cp > 1 else 0  # a rank's own tokens are copies then
+        return Holdings(
+            found.program,
+            rank,
+            found.units_on(rank, shard),
+            [[of_kind[_kind(name)] for name in names] for names in found.blocks],
+            optimizer_bytes=optimizer_bytes(found, rank, shard),
+            batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
+            rotary_bytes=sizes.tokens * step.spec.head_dim * 3 // 2 * step.itemsize,
+            equal_pieces_are_summed_in_place=self.device_type == "cuda",
+        )
+
+    @cached_property
+    def traffic(self) -> list[list[Traffic]]:
+        """What a rank of each pipeline stage sends and receives."""
+        return [summed_up(self.events(rank), self.step.layout) for rank in range(self.step.layout.pp)]
+
+    def events(self, rank: int) -> list[Event]:
+        """The collectives and messages of a pipeline rank, in order."""
+        step, sizes = self.step, self.step.sizes
+        return step_events(
+            self.outline.program,
+            rank=rank,
+            layout=step.layout,
+            units=self.outline.units_on(rank, self.outline.heaviest_shard(rank)),
+            activation_bytes=[sizes.stream] * step.microbatches,
+            inside=SegmentCosts(self.outline.blocks, channel=_channel(step), sequence=_sequence(step)),
+        )
+
+    @cached_property
+    def flops(self) -> list[StepFlops]:
+        """What each pipeline rank computes of its share of the batch, with all its ranks of cp and tp."""
+        ranks = self.outline.program.ranks
+        return [
+            sum((self._flops_of(action) for action in actions if action.kind in COMPUTE), StepFlops())
+            for actions in ranks
+        ]
+
+    @property
+    def model_flops(self) -> int:
+        """What the model needs for the whole batch, on all ranks together."""
+        return sum(of_rank.model for of_rank in self.flops) * self.step.layout.size("dp", "fsdp")
+
+    @property
+    def executed_flops(self) -> int:
+        """What is computed for the whole batch, on all ranks together; see `fourfold.step_flops`."""
+        return sum(of_rank.executed for of_rank in self.flops) * self.step.layout.size("dp", "fsdp")
+
+    def blocks(self, rank: int) -> list[str]:
+        """The blocks of a pipeline rank, neighbours as one text: ``embed to layer.7``."""
+        holder = self.outline.program.rank_of_segment
+        found: list[tuple[str, str]] = []
+        before = None
+        for segment, names in enumerate(self.outline.blocks):
+            if holder[segment] == rank:
+                first = found.pop()[0] if before == rank else names[0]
+                found.append((first, names[-1]))
+            before = holder[segment]
+        return [first if first == last else f"{first} to {last}" for first, last in found]
+
+    def _flops_of(self, action: Action) -> StepFlops:
+        kinds = Counter(_kind(name) for name in self.outline.blocks[action.segment])
+        return self._flops_by_kind(action.kind, tuple(sorted(kinds.items())))
+
+    @cached_property
+    def _known_flops(self) -> dict[tuple[Kind, tuple[tuple[str, int], ...]], StepFlops]:
+        return {}
+
+    def _flops_by_kind(self, kind: Kind, blocks: tuple[tuple[str, int], ...]) -> StepFlops:
+        """All microbatches and all layers are alike."""
+        key = kind, blocks
+        if key not in self._known_flops:
+            step = self.step
+            work = StepWork(
+                step.spec,
+                step.layout,
+                [[name for name, count in blocks for _ in range(count)]],
+                [((step.sequence_length,),) * step.rows],
+                step.itemsize,
+            )
+            self._known_flops[key] = work.of_action(Action(kind, 0, 0))
+        return self._known_flops[key]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step simulated: an action takes as long as its FLOPs, and what is sent takes no time."""
+        return clock(self.outline.program, self._duration)
+
+    def _duration(self, action: Action) -> float:
+        return float(self._flops_of(action).executed) if action.kind in COMPUTE else 0.0
+
+    @property
+    def in_flight(self) -> list[float]:
+        """The most microbatches whose forward has run and whose backward has not, on each pipeline rank."""
+        return peak_activations(self.outline.order)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as numbers and texts. Bytes and FLOPs are whole, times are not known and not there."""
+        step = self.step
+        return {
+            "model": {"parameters": step.spec.num_parameters},
+            "layout": str(step.layout),
+            "ranks": step.layout.world_size,
+            "batch": step.batch,
+            "sequence_length": step.sequence_length,
+            "microbatches": step.microbatches,
+            "dtype": step.dtype,
+            "recompute": str(step.recompute),
+            "device_type": self.device_type,
+            "flops": {
+                "model": self.model_flops,
+                "executed": self.executed_flops,
+                "model_per_token": self.model_flops / (step.batch * step.sequence_length),
+            },
+            "bubble_fraction": self.timeline.bubble,
+            "pipeline_ranks": [
+                {
+                    "blocks": self.blocks(rank),
+                    "microbatches_in_flight": self.in_flight[rank],
+                    "peak_bytes": self.memory[rank].peak,
+                    "memory_at_peak_bytes": _written(self.memory[rank].at_peak),
+                    "memory_between_steps_bytes": _written(self.memory[rank].rest),
+                    "flops": asdict(self.flops[rank]),
+                    "traffic": [asdict(row) for row in self.traffic[rank]],
+                }
+                for rank in range(step.layout.pp)
+            ],
+        }
+
+
+def _written(bytes_by_category: Mapping[Category, int]) -> dict[str, int]:
+    return {category.value: nbytes for category, nbytes in bytes_by_category.items()}
+
+
+def explain(step: Step, *, device_type: str = "cuda") -> Explanation:
+    """Predict a step.
+
+    Raises:
+        UserError: with every rule that the layout breaks.
+    """
+    problems = step.layout.problems(
+        step.spec,
+        batch=step.batch,
+        microbatches=step.microbatches,
+        sequence_length=step.sequence_length,
+        world_size=None,
+    )
+    try:
+        schedule_of(step.layout, microbatches=step.microbatches, layers=step.spec.num_hidden_layers)
+    except UserError as error:
+        problems += [message for message in error.messages if not problems]
+    if problems:
+        raise UserError(*problems)
+    # Of the ranks of tp the last one has a largest part of the vocabulary.
+    return Explanation(step, outline(step, tp_rank=step.layout.tp - 1), device_type)
+
+
+def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:
+    """What the optimizer keeps of what a rank owns: two moments, or Muon's one of the layers' matrices."""
+    total = 0
+    for unit in found.units:
+        if rank not in unit.holders:
+            continue
+        owned = unit.pieces.counts[shard]
+        total += 2 * owned
+        if found.step.optimizer == "muon":
+            first, stop = sum(unit.pieces.counts[:shard]), sum(unit.pieces.counts[: shard + 1])
+            offset = 0
+            for name in unit.pieces.order:
+                size = prod(unit.shapes[name])
+                if len(unit.shapes[name]) == 2 and name.startswith("model.layers."):
+                    total -= max(0, min(stop, offset + size) - max(first, offset))
+                offset += size
+    return total * ITEMSIZES[master_dtype(found.step.dtype)]
+
+
+def summed_up(events: Sequence[Event], layout: Layout) -> list[Traffic]:
+    """Events by op and axis, the most bytes first."""
+    calls: Counter[tuple[str, str]] = Counter()
+    message: Counter[tuple[str, str]] = Counter()
+    sent: dict[tuple[str, str], float] = {}
+    for event in events:
+        key = event.op, event.axis
+        calls[key] += 1
+        message[key] += event.bytes
+        size = layout.size(*event.axis.split(","))
+        sent[key] = sent.get(key, 0.0) + sent_bytes(event, size)
+    found = [Traffic(*key, calls[key], message[key], sent[key]) for key in calls]
+    return sorted(found, key=lambda row: (-row.message_bytes, row.op, row.axis))
+
+
+def _kind(block: str) -> str:
+    return "layer" if block.startswith("layer.") else block
+
+
+def _channel(step: Step) -> ChannelCosts | None:
+    if step.layout.tp == 1:
+        return None
+    statistics = master_dtype(step.dtype)
+    return ChannelCosts(
+        tokens=[step.sizes.tokens] * step.microbatches,
+        hidden_size=step.spec.hidden_size,
+        vocab_size=step.spec.vocab_size,
+        dtype=step.dtype,
+        itemsize=step.itemsize,
+        statistics_dtype=statistics,
+        statistics_itemsize=ITEMSIZES[statistics],
+        ranks=step.layout.tp,
+        sequence_parallel=step.sizes.sequence_parallel,
+    )
+
+
+def _sequence(step: Step) -> SequenceCosts | None:
+    if step.layout.cp == 1:
+        return None
+    sizes = step.sizes
+    return SequenceCosts(
+        documents=[((step.sequence_length,),) * step.rows] * step.microbatches,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=step.spec.head_dim,
+        window=step.spec.sliding_window,
+        dtype=step.dtype,
+        itemsize=step.itemsize,
+        ring=step.layout.cp // sizes.ulysses,
+        ulysses=sizes.ulysses,
+        rank=0,
+    )

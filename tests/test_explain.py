@@ -1,0 +1,157 @@
+"""What is predicted for a step, against arithmetic by hand and published sizes; and what is refused."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from fourfold.explain import Explanation, explain
+from fourfold.memory import Category
+from fourfold.outline import Step
+from fourfold.specs import Layout, ModelSpec
+from fourfold.specs.recompute_name import RecomputeName
+
+
+def published(layout: str = "pp16,fsdp128,tp8", recompute: str = "none") -> Step:
+    """Llama 3 405B on 16,384 ranks: 16M tokens a batch (arXiv:2407.21783, table 4)."""
+    return Step(
+        ModelSpec.preset("llama3-405b"),
+        Layout.parse(layout),
+        batch=2048,
+        sequence_length=8192,
+        microbatches=16,
+        dtype="bfloat16",
+        recompute=RecomputeName.parse(recompute),
+    )
+
+
+@pytest.fixture(scope="module")
+def largest() -> Explanation:
+    return explain(published())
+
+
+def test_16384_ranks_hold_the_whole_model_once(largest: Explanation) -> None:
+    """Master weights in float32 and two moments, in equal parts over 16,384 ranks."""
+    mean = 4 * largest.step.spec.num_parameters / 16384
+    weights = [held.rest[Category.WEIGHTS] for held in largest.memory]
+    assert sum(weights) / 16 == pytest.approx(mean, rel=0.02)
+    assert [held.rest[Category.OPTIMIZER] for held in largest.memory] == [2 * held for held in weights]
+    assert [held.rest[Category.GRADIENTS] for held in largest.memory] == weights
+
+
+def test_the_flops_of_the_largest_model(largest: Explanation) -> None:
+    """2523.96 GFLOP a token at sequence 8192, causal: the published runs' own arithmetic."""
+    tokens = 2048 * 8192
+    assert largest.model_flops / tokens / 1e9 == pytest.approx(2523.96, rel=1e-4)
+    assert largest.executed_flops > largest.model_flops
+
+
+def test_what_is_in_flight_and_what_it_costs(largest: Explanation) -> None:
+    """1F1B: rank r of 16 holds 16 - r microbatches, and so much less of activations."""
+    assert largest.in_flight == [float(16 - rank) for rank in range(16)]
+    held = [memory.most[Category.ACTIVATIONS] for memory in largest.memory[1:15]]
+    layers, tokens, C, D, H, K, F = 8, 8192, 16384, 128, 16, 1, 53248 // 8
+    of_a_layer = tokens * (
+        2 * 2 * C // 8 + 2 * 2 * C + 2 * (2 * H + 2 * K) * D + 2 * 4 * F + 2 * 4 // 8 + 4 * H
+    )
+    steps = [more - less for more, less in pairwise(held)]
+    assert steps == [pytest.approx(layers * of_a_layer, rel=0.03)] * len(steps)
+
+
+def test_recomputation_takes_memory_down_and_flops_up(largest: Explanation) -> None:
+    again = explain(published(recompute="full"))
+    for kept, dropped in zip(largest.memory, again.memory, strict=True):
+        assert dropped.most[Category.ACTIVATIONS] < 0.2 * kept.most[Category.ACTIVATIONS]
+    assert again.model_flops == largest.model_flops
+    assert 1.3 < again.executed_flops / largest.executed_flops < 1.34
+
+
+def test_bytes_of_the_batch_axis_by_arithmetic(largest: Explanation) -> None:
+    """In a pipeline weights are gathered once and gradients reduced once: 2 and 4 bytes a parameter."""
+    stage = 8 * sum(a * b for a, b in [(16384, 16384), (16384, 1024)] * 2 + [(16384, 53248)] * 3) / 8
+    for rank in range(1, 15):
+        rows = {(row.op, row.axis): row for row in largest.traffic[rank]}
+        assert rows["all_gather", "fsdp"].message_bytes == pytest.approx(2 * stage, rel=0.02)
+        assert rows["reduce_scatter", "fsdp"].message_bytes == pytest.approx(4 * stage, rel=0.02)
+        stream = 8192 * 16384 * 2
+        assert rows["all_gather", "tp"].calls == rows["reduce_scatter", "tp"].calls == 16 * 8 * 4
+        assert rows["all_gather", "tp"].message_bytes == 16 * 8 * 4 * stream
+        assert rows["send", "pp"].message_bytes == 2 * 16 * stream // 8
+
+
+def test_the_bubble_of_1f1b() -> None:
+    """(P - 1)(F + I) / (M (F + I + W) + (P - 1)(F + I)): a gradient is sent before weight gradients."""
+    step = Step(
+        ModelSpec.preset("llama3-8b").replace({"vocab_size": 64}),
+        Layout.parse("pp4"),
+        batch=8,
+        sequence_length=1024,
+        microbatches=8,
+        dtype="bfloat16",
+    )
+    assert explain(step).timeline.bubble == pytest.approx(6 / 30, rel=0.01)
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    code = (
+        "import sys\n"
+        "from fourfold.cli import app\n"
+        "try:\n    app(sys.argv[1:], prog_name='fourfold')\n"
+        "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "explain", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+MODEL = ("--model", "llama3-8b", "--sequence", "8192", "--batch", "64")
+
+
+def test_the_command_prints_json_without_torch() -> None:
+    done = run(*MODEL, "--layout", "fsdp64", "--recompute", "full", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (rank,) = found["pipeline_ranks"]
+    assert found["ranks"] == 64
+    assert rank["peak_bytes"] == sum(rank["memory_at_peak_bytes"].values())
+    assert set(rank["memory_at_peak_bytes"]) == {category.value for category in Category}
+    assert {row["op"] for row in rank["traffic"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_a_run_file_is_read_without_torch() -> None:
+    done = run("examples/pipeline.toml")
+    assert done.returncode == 0, done.stderr
+    assert "pp2" in done.stdout
+    assert "rank 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ((), ["give a run file or --model, one of them"]),
+        (("--model", "tiny"), ["--model needs --sequence, --batch, --layout"]),
+        (
+            (
+                "--model",
+                "lama3-8b",
+                "--sequence",
+                "0",
+                "--batch",
+                "8",
+                "--layout",
+                "dq2",
+                "--recompute",
+                "ful",
+            ),
+            ["--sequence 0", "preset 'lama3-8b'", "'dq'", "recompute='ful'"],
+        ),
+        ((*MODEL, "--layout", "pp33,tp3"), ["pp=33", "tp=3"]),
+    ],
+)
+def test_all_mistakes_at_once(arguments: tuple[str, ...], messages: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for message in messages:
+        assert message in done.stderr
