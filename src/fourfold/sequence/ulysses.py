@@ -35,7 +35,7 @@ def summed_copies(gradient: Tensor, kv_heads: int) -> Tensor:
     return gradient.unflatten(2, (kv_heads, copies)).sum(3, dtype=high).to(gradient.dtype)
 
 
-def to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+def to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: Sequence[int]) -> Tensor:
     """Return all tokens of this rank's heads, in one exchange.
 
     Args:
@@ -44,15 +44,14 @@ def to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: Sequence[int]) -> tu
         tokens: how many each of them has of a row.
 
     Returns:
-        Of each tensor (B, sum of tokens, heads / ranks, D).
+        (B, sum of tokens, heads, D): heads / ranks of the first tensor, then of the next.
     """
     B, D = tensors[0].shape[0], tensors[0].shape[3]
-    sizes = [tensor.shape[2] // axis.size for tensor in tensors]
     by_rank = zip(*(tensor.chunk(axis.size, 2) for tensor in tensors), strict=True)
     parts = [torch.cat(of_a_rank, 2) for of_a_rank in by_rank]
     found = _exchanged(parts, axis, [B * count for count in tokens])
-    whole = torch.cat([part.view(B, -1, sum(sizes), D) for part in found], 1)
-    return whole.split(sizes, 2)
+    heads = sum(tensor.shape[2] for tensor in tensors) // axis.size
+    return torch.cat([part.view(B, -1, heads, D) for part in found], 1)
 
 
 def from_heads(tensors: Sequence[Tensor], axis: Axis, tokens: Sequence[int]) -> tuple[Tensor, ...]:
