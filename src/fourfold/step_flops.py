@@ -16,7 +16,8 @@ diagonal is not counted. With the convention ``square`` it is taken to compute a
 Muon's products neither.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -54,6 +55,28 @@ class StepFlops:
     def __add__(self, other: "StepFlops") -> "StepFlops":
         return StepFlops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def __mul__(self, count: int) -> "StepFlops":
+        return StepFlops(*(getattr(self, f.name) * count for f in fields(self)))
+
+
+Runs = Mapping[tuple[Kind, str, int], int]
+"""How often each kind of block (``embed``, ``layer``, ``head``) runs on each microbatch, by kind of action."""
+
+
+def runs_of(actions: Iterable[Action], blocks: Sequence[Sequence[str]]) -> Runs:
+    """Count what actions run.
+
+    Args:
+        actions: any; only those that compute a segment count.
+        blocks: the names of the blocks of each segment.
+    """
+    return Counter(
+        (action.kind, block.partition(".")[0], action.microbatch)
+        for action in actions
+        if action.kind in _PARTS
+        for block in blocks[action.segment]
+    )
+
 
 @dataclass(frozen=True)
 class StepWork:
@@ -80,10 +103,7 @@ class StepWork:
 
     def of_rank(self, program: Program, rank: int) -> StepFlops:
         """The FLOPs of a pipeline rank's step."""
-        total = StepFlops()
-        for action in program.ranks[rank]:
-            total += self.of_action(action)
-        return total
+        return self.of_runs(runs_of(program.ranks[rank], self.blocks))
 
     def of_program(self, program: Program) -> StepFlops:
         """The FLOPs of a step on all pipeline ranks."""
@@ -95,11 +115,13 @@ class StepWork:
         Of a backward in halves, the first has the input gradients and all of attention, the second the weight
         gradients.
         """
-        if action.kind not in _PARTS:
-            return StepFlops()
+        return self.of_runs(runs_of([action], self.blocks))
+
+    def of_runs(self, runs: Runs) -> StepFlops:
+        """The FLOPs of counted runs."""
         total = StepFlops()
-        for block in self.blocks[action.segment]:
-            total += self._of_block(block, action.kind, self.documents[action.microbatch])
+        for (kind, block, microbatch), count in runs.items():
+            total += self._of_block(block, kind, self.documents[microbatch]) * count
         return total
 
     def _of_block(self, block: str, kind: Kind, documents: Documents) -> StepFlops:

@@ -219,6 +219,7 @@ def test_rows_do_not_depend_on_how_the_batch_is_divided(data, batch: int, step: 
     assert equal(concatenated(parts), whole)
     assert equal(concatenated([dataset.rows(step, batch, range(i, i + 1)) for i in range(batch)]), whole)
     assert dataset.valid_tokens(step, batch) == int((whole.labels_BS != IGNORE).sum())
+    assert dataset.documents(step, batch) == whole.documents
 
 
 @pytest.mark.parametrize("num_tokens", [2, 4])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class Dataset(Protocol):
 
     def valid_tokens(self, step: int, batch: int) -> int:
         """Return the number of labels that count in the global batch of `batch` rows of a step (from 0)."""
+
+    def documents(self, step: int, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths of the documents in each row of the global batch of a step."""
 
     def rows(self, step: int, batch: int, rows: range) -> Microbatch:
         """Return some rows of the global batch of a step, as CPU tensors."""
@@ -69,20 +73,27 @@ class PackedDataset:
         first, last = self._starts_within(self._sequence_starts(step, batch, range(batch)))
         return batch * self.sequence_length - int((last - first).sum())
 
+    def documents(self, step: int, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths of the documents in each row of the global batch, from the offsets alone."""
+        boundaries = self._boundaries(self._sequence_starts(step, batch, range(batch)))
+        return tuple(_lengths(starts, self.sequence_length) for starts in boundaries)
+
     def rows(self, step: int, batch: int, rows: range) -> Microbatch:
         """Return some rows of the global batch of a step.
 
         Raises UserError for a token outside the vocabulary, naming its place in the file.
         """
-        S = self.sequence_length
         starts_B = self._sequence_starts(step, batch, rows)
-        ids = self.tokens.read(starts_B[:, None] + np.arange(S + 1))
+        ids = self.tokens.read(starts_B[:, None] + np.arange(self.sequence_length + 1))
+        return _microbatch(ids, self._boundaries(starts_B))
+
+    def _boundaries(self, starts_B: NDArray[np.int64]) -> list[list[int]]:
+        """Return, for each row, the places in 1 to S where another document starts."""
         first, last = self._starts_within(starts_B)
-        boundaries = [
+        return [
             (self.tokens.document_starts[low:high] - start).tolist()
             for low, high, start in zip(first.tolist(), last.tolist(), starts_B.tolist(), strict=True)
         ]
-        return _microbatch(ids, boundaries)
 
     def _sequence_starts(self, step: int, batch: int, rows: range) -> NDArray[np.int64]:
         """Return the place in the file of the first token of each row."""
@@ -121,6 +132,10 @@ class SyntheticDataset:
         """Return the number of labels that count in the global batch of a step."""
         return int((self.rows(step, batch, range(batch)).labels_BS != IGNORE).sum())
 
+    def documents(self, step: int, batch: int) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths of the documents in each row of the global batch of a step."""
+        return self.rows(step, batch, range(batch)).documents
+
     def rows(self, step: int, batch: int, rows: range) -> Microbatch:
         """Return some rows of the global batch of a step."""
         S = self.sequence_length
@@ -150,6 +165,11 @@ def _words(*values: int) -> NDArray[np.uint64]:
     return np.array([value % 2**64 for value in values], dtype=np.uint64)
 
 
+def _lengths(starts: Sequence[int], length: int) -> tuple[int, ...]:
+    """Return the lengths of the documents of a row, of which all but the first start at ``starts``."""
+    return tuple(b - a for a, b in pairwise([0, *(start for start in starts if start < length), length]))
+
+
 def _microbatch(ids: NDArray[np.int64], boundaries: Sequence[Sequence[int]]) -> Microbatch:
     """Return rows of S + 1 consecutive tokens as inputs, labels and positions.
 
@@ -165,7 +185,7 @@ def _microbatch(ids: NDArray[np.int64], boundaries: Sequence[Sequence[int]]) -> 
         inside = [start for start in starts if start < S]
         if inside:
             document_starts[row, inside] = inside
-        documents.append(tuple(np.diff([0, *inside, S]).tolist()))
+        documents.append(_lengths(inside, S))
     positions = np.arange(S) - np.maximum.accumulate(document_starts, axis=1)
     return Microbatch(
         torch.from_numpy(ids[:, :-1].copy()),
