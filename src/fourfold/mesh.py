@@ -14,7 +14,7 @@ same groups to torch.
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,6 +34,19 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Members, str], 
 _groups = weakref.WeakKeyDictionary()
 
 
+class StandIn:
+    """Stands where a process group would, in a rehearsal: tensors have shapes alone and nothing is sent.
+
+    Args:
+        backend: whose ways the collectives take, ``nccl`` or ``gloo``.
+        touch: is told of the axis and the tensors of each operation that would start.
+    """
+
+    def __init__(self, backend: str, touch: "Callable[[Axis, Sequence[torch.Tensor]], None]"):
+        self.backend = backend
+        self.touch = touch
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh, or several joined to one, as this rank sees it.
@@ -46,7 +59,12 @@ class Axis:
     size: int
     rank: int
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | StandIn | None
+
+
+def backend_of(axis: Axis) -> str:
+    """Return the name of the backend that an axis of several ranks communicates with."""
+    return axis.group.backend if isinstance(axis.group, StandIn) else dist.get_backend(axis.group)
 
 
 class Mesh:
@@ -67,7 +85,7 @@ class Mesh:
     def __init__(self, layout: Layout, device_type: str = "cpu", *, timeout_seconds: float | None = None):
         self.layout = layout
         self.world_size = layout.world_size
-        self.rank = _rank_in_world(layout)
+        self.rank = self._find_rank()
         self.device = _current_device(device_type)
         self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._axes: dict[tuple[str, ...], Axis] = {}
@@ -140,7 +158,7 @@ class Mesh:
         communicator: there each edge has one of its own, so that no kind of message waits for another. All
         ranks call it alike.
         """
-        if self.pp.group is None or dist.get_backend(self.pp.group) != "nccl":
+        if self.pp.group is None or backend_of(self.pp) != "nccl":
             return dict.fromkeys(pairs, self.pp)
         found = {}
         columns = _members(self.layout, ("pp",))
@@ -160,7 +178,7 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """Torch's own mesh of the axes larger than 1, on the same groups: for use with PyTorch's modules."""
         names = [name for name in AXES if self.layout.size(name) > 1]
-        groups = [group for name in names if (group := self.joint(name).group) is not None]
+        groups = [g for name in names if isinstance(g := self.joint(name).group, dist.ProcessGroup)]
         if not groups:
             raise ValueError(f"layout {self.layout} has one rank: torch's mesh needs a process group")
         ranks = torch.arange(self.world_size).view([self.layout.size(name) for name in names])
@@ -174,7 +192,10 @@ class Mesh:
         group = self._make_groups(members) if len(mine) > 1 else None
         return Axis(self.layout.axis_name(*names), len(mine), mine.index(self.rank), mine, group)
 
-    def _make_groups(self, members: Members, purpose: str = "") -> dist.ProcessGroup | None:
+    def _find_rank(self) -> int:
+        return _rank_in_world(self.layout)
+
+    def _make_groups(self, members: Members, purpose: str = "") -> dist.ProcessGroup | StandIn | None:
         """Make the group of each tuple of ranks, on all ranks, and return this rank's, None if in none.
 
         Groups of the same members for another ``purpose`` are others.
@@ -191,6 +212,27 @@ class Mesh:
                 if self.rank in ranks:
                     made[members, purpose] = group
         return made[members, purpose]
+
+
+class RehearsedMesh(Mesh):
+    """The mesh as one rank of any layout sees it, without the others: on the meta device, on a stand-in.
+
+    Args:
+        layout: the degree of each axis.
+        rank: which rank of it.
+        stand_in: takes the place of every process group.
+    """
+
+    def __init__(self, layout: Layout, rank: int, stand_in: StandIn):
+        self._rank = rank
+        self._stand_in = stand_in
+        super().__init__(layout, "meta")
+
+    def _find_rank(self) -> int:
+        return self._rank
+
+    def _make_groups(self, members: Members, purpose: str = "") -> StandIn | None:
+        return self._stand_in if any(self.rank in ranks for ranks in members) else None
 
 
 def _current_device(device_type: str) -> torch.device:

@@ -85,8 +85,10 @@ def optimizers(parallel: ParallelModel, spec: OptimizerSection) -> list[torch.op
     ]
     made: list[torch.optim.Optimizer] = []
     if owned.decayed or owned.plain:
+        # The meta device, of rehearsals, has no fused one.
+        fused = parallel.mesh.device.type != "meta"
         made.append(
-            torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True)
+            torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=fused)
         )
     if owned.matrices:
         made.append(

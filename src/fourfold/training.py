@@ -241,8 +241,9 @@ def initialized(
         rows=max(1, batch // (microbatches * mesh.data.size)),
         recompute=recompute,
     )
-    initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
-    parallel.publish_()
+    if mesh.device.type != "meta":  # there, in a rehearsal, are no values
+        initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
+        parallel.publish_()
     return parallel
 
 

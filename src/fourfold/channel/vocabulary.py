@@ -62,7 +62,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 logits.copy_(log_p.exp_())
         parts_P2N = all_gather(statistics_2N[None], axis)
         lse_N = parts_P2N[:, 0].logsumexp(0)
-        total = (lse_N - parts_P2N[:, 1].sum(0))[valid].sum()
+        total = (lse_N - parts_P2N[:, 1].sum(0)).masked_fill(~valid, 0).sum()
         if ctx.needs_input_grad[0]:
             # softmax over all columns = softmax over mine x exp(my log-sum-exp - that of all)
             share_N = (statistics_2N[0] - lse_N).exp_()

@@ -24,13 +24,14 @@ then. All of them are of one stage, so that what is sent does not depend on when
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.collectives.pending import Work
-from fourfold.mesh import Axis
+from fourfold.mesh import Axis, StandIn, backend_of
 
 Started = tuple[list[Work], Callable[[], Tensor]]
 
@@ -71,38 +72,37 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 def all_reduce(tensor: Tensor, axis: Axis, op: str) -> Started:
     """Combine ``tensor`` of all ranks, in place."""
     if _has_nccl(tensor, axis) or axis.size == 2 or tensor.nbytes > SMALL_ALL_REDUCE_BYTES:
-        work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=axis.group, async_op=True)
-        return [work], lambda: tensor
+        return _call(axis, dist.all_reduce, tensor, _REDUCE_OPS[op], async_op=True), lambda: tensor
     copies = tensor.view(1, -1).repeat(axis.size, 1)
     received = torch.empty_like(copies)
-    work = dist.all_to_all_single(received, copies, group=axis.group, async_op=True)
+    works = _call(axis, dist.all_to_all_single, received, copies, async_op=True)
     flat = tensor.view(-1)
 
     def finish() -> Tensor:
         _combine_(received.unbind(), op, out=flat)
         return tensor
 
-    return [work], finish
+    return works, finish
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | None) -> Started:
     """Sum ``tensor`` over ranks and leave this rank's rows in ``out``; ``counts`` are rows by rank."""
     if counts is None and _has_nccl(tensor, axis):
-        return [_reduce_scatter_single(out, tensor, group=axis.group, async_op=True)], lambda: out
+        return _call(axis, _reduce_scatter_single, out, tensor, async_op=True), lambda: out
     received = tensor.new_empty((axis.size, *out.shape))
     send = receive = None
     if counts is not None:
         row = tensor[:1].numel()
         send, receive = [count * row for count in counts], [out.numel()] * axis.size
-    work = dist.all_to_all_single(
-        received.view(-1), tensor.view(-1), receive, send, group=axis.group, async_op=True
+    works = _call(
+        axis, dist.all_to_all_single, received.view(-1), tensor.view(-1), receive, send, async_op=True
     )
 
     def finish() -> Tensor:
         _combine_(received.unbind(), "sum", out=out)
         return out
 
-    return [work], finish
+    return works, finish
 
 
 def reduce(tensor: Tensor, axis: Axis, destination: int) -> Started:
@@ -111,8 +111,7 @@ def reduce(tensor: Tensor, axis: Axis, destination: int) -> Started:
     if _has_nccl(tensor, axis) or tensor.nbytes > LARGE_REDUCE_BYTES:
         # gloo's reduce leaves partial sums in the tensors of the other ranks.
         buffer = tensor if here or _has_nccl(tensor, axis) else tensor.clone()
-        work = dist.reduce(buffer, group=axis.group, group_dst=destination, async_op=True)
-        return [work], lambda: tensor
+        return _call(axis, dist.reduce, buffer, group_dst=destination, async_op=True), lambda: tensor
     if not here:
         return exchange({destination: tensor}, {}, axis), lambda: tensor
     pieces = [tensor if rank == destination else torch.empty_like(tensor) for rank in range(axis.size)]
@@ -133,15 +132,14 @@ def all_gather(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | 
     mine, gathered = _as_bytes(tensor), _as_bytes(out)
     small = out.nbytes <= SMALL_ALL_GATHER_BYTES
     if counts is None and (_has_nccl(tensor, axis) or (small and axis.size == 2)):
-        return [_all_gather_single(gathered, mine, group=axis.group, async_op=True)], lambda: out
+        return _call(axis, _all_gather_single, gathered, mine, async_op=True), lambda: out
     row = out.nbytes // sum(counts) if counts is not None else 0
     sizes = [count * row for count in counts] if counts is not None else [mine.numel()] * axis.size
     if small and not _has_nccl(tensor, axis):
         copies = mine.repeat(axis.size)
-        work = dist.all_to_all_single(
-            gathered, copies, sizes, [mine.numel()] * axis.size, group=axis.group, async_op=True
-        )
-        return [work], lambda: out
+        received = [mine.numel()] * axis.size
+        works = _call(axis, dist.all_to_all_single, gathered, copies, sizes, received, async_op=True)
+        return works, lambda: out
     places = gathered.split(sizes)
     if places[axis.rank].data_ptr() != mine.data_ptr():
         places[axis.rank].copy_(mine)
@@ -154,33 +152,34 @@ def all_to_all(
 ) -> Started:
     """Deal the rows of ``tensor`` to the ranks; ``out`` gets what they deal to this one."""
     row = tensor[:1].nbytes or out[:1].nbytes
-    work = dist.all_to_all_single(
+    works = _call(
+        axis,
+        dist.all_to_all_single,
         _as_bytes(out),
         _as_bytes(tensor),
         [count * row for count in receive_counts],
         [count * row for count in send_counts],
-        group=axis.group,
         async_op=True,
     )
-    return [work], lambda: out
+    return works, lambda: out
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Started:
     """Fill ``tensor`` of all ranks with that of ``source``."""
-    work = dist.broadcast(_as_bytes(tensor), group=axis.group, group_src=source, async_op=True)
-    return [work], lambda: tensor
+    works = _call(axis, dist.broadcast, _as_bytes(tensor), group_src=source, async_op=True)
+    return works, lambda: tensor
 
 
 def send(tensor: Tensor, axis: Axis, destination: int, tag: int, part: Part = Part.TENSOR) -> Started:
     """Send ``tensor`` to one rank."""
-    work = dist.isend(_as_bytes(tensor), group=axis.group, group_dst=destination, tag=_wire_tag(tag, part))
-    return _present([work]), lambda: tensor
+    works = _call(axis, dist.isend, _as_bytes(tensor), group_dst=destination, tag=_wire_tag(tag, part))
+    return works, lambda: tensor
 
 
 def receive(tensor: Tensor, axis: Axis, source: int, tag: int, part: Part = Part.TENSOR) -> Started:
     """Receive from one rank into ``tensor``."""
-    work = dist.irecv(_as_bytes(tensor), group=axis.group, group_src=source, tag=_wire_tag(tag, part))
-    return _present([work]), lambda: tensor
+    works = _call(axis, dist.irecv, _as_bytes(tensor), group_src=source, tag=_wire_tag(tag, part))
+    return works, lambda: tensor
 
 
 def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: Axis) -> list[Work]:
@@ -189,6 +188,9 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: A
     In one group of NCCL's: sends and receives that were started one by one would run one after another
     there, and ranks that all send first, or all receive first, would wait for each other for ever.
     """
+    if isinstance(axis.group, StandIn):
+        axis.group.touch(axis, [*sent.values(), *received.values()])
+        return []
     operations = []
     for step in range(1, axis.size):  # everyone starts with another neighbour
         after, before = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
@@ -203,22 +205,32 @@ def barrier(axis: Axis) -> Started:
     """Wait until every rank has come here."""
     place = device(axis)
     ids = [place.index] if place.type == "cuda" else None
-    work = dist.barrier(group=axis.group, async_op=True, device_ids=ids)
-    return _present([work]), lambda: torch.empty(0)
+    return _call(axis, dist.barrier, async_op=True, device_ids=ids), lambda: torch.empty(0)
 
 
 def device(axis: Axis) -> torch.device:
     """Return where tensors of a message that carries no data must lie."""
-    if dist.get_backend(axis.group) == "nccl":
+    if isinstance(axis.group, StandIn):
+        return torch.device("meta")
+    if backend_of(axis) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _has_nccl(tensor: Tensor, axis: Axis) -> bool:
-    return tensor.is_cuda and dist.get_backend(axis.group) == "nccl"
+    return (tensor.is_cuda or tensor.is_meta) and backend_of(axis) == "nccl"
+
+
+def _call(axis: Axis, operation: Callable[..., Work | None], *args: Any, **options: Any) -> list[Work]:
+    """Start an operation of torch's on the axis, and return what to wait for: nothing on a stand-in."""
+    if isinstance(axis.group, StandIn):
+        axis.group.touch(axis, [arg for arg in args if isinstance(arg, Tensor)])
+        return []
+    return _present([operation(*args, group=axis.group, **options)])
 
 
 def _point_to_point(operation: Callable, tensor: Tensor, axis: Axis, peer: int) -> dist.P2POp:
+    assert not isinstance(axis.group, StandIn)
     return dist.P2POp(operation, tensor, group=axis.group, tag=EXCHANGE_TAG, group_peer=peer)
 
 

@@ -22,11 +22,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x of any shape (..., dim), normalised."""
         if x.device.type == "cpu":
-            return _RMSNormOnCPU.apply(x, self.weight, self.eps)
+            return RMSNormOnCPU.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class _RMSNormOnCPU(torch.autograd.Function):
+class RMSNormOnCPU(torch.autograd.Function):
     """The same function with an explicit backward.
 
     torch has a fused kernel on GPUs only; on a CPU its own version takes four times as long as this one.
