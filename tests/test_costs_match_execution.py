@@ -80,6 +80,7 @@ def events_of_a_step(
         statistics_itemsize=max(itemsize, 4),
         ranks=tp,
         sequence_parallel=is_cut,
+        regather=mesh.layout.options.get("tp") == "regather",
     )
     sequence = SequenceCosts(
         documents=[batch.documents for batch in batches],
@@ -114,7 +115,7 @@ LAYOUTS = [
     ("pp2", 3), ("pp4", 2), ("pp2:interleaved2", 3), ("pp2,dp2", 2), ("pp2,fsdp2", 3), ("pp2:bfs2,fsdp2", 2),
     ("pp2,fsdp2:zero1", 3),
     ("tp2", 1), ("tp4:allreduce", 2), ("tp8", 1), ("dp2,tp2", 2), ("fsdp2,tp2", 3), ("pp2,tp2", 3),
-    ("pp2:interleaved2,tp2:allreduce", 2),
+    ("pp2:interleaved2,tp2:allreduce", 2), ("tp2:regather", 2), ("pp2:zb-h1,tp4:regather", 2),
     ("cp2:ring", 1), ("cp3:ring", 2), ("cp4:ring", 1),
     ("cp2:ulysses", 1), ("cp4:ulysses2", 2), ("cp4:ulysses", 1),
     ("fsdp2,cp2", 2), ("cp2:ring,tp2", 1), ("pp2,cp2:ring", 2), ("dp2,cp2:ring,tp2", 1),

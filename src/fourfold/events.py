@@ -43,7 +43,8 @@ class SegmentCosts:
         out = self.channel.leave(microbatch) if self.channel else []
         again = self.channel.loss_again(microbatch) if self.channel else []
         attention = self.sequence.backward(microbatch) if self.sequence else []
-        layer = [*into, *out, *into, *attention, *out]
+        again_in = self.channel.enter_again(microbatch) if self.channel else []
+        layer = [*into, *again_in, *out, *into, *attention, *again_in, *out]
         return _over(self.blocks[segment][::-1], embed=into, layer=layer, head=again + out)
 
 

@@ -237,7 +237,7 @@ def parallelize(
         rows: of a microbatch on a rank; a memory budget depends on them.
         recompute: which forwards run again instead of being kept.
     """
-    if sequence_length is None and mesh.tp.size > 1 and "tp" not in mesh.layout.options:
+    if sequence_length is None and mesh.tp.size > 1 and mesh.layout.options.get("tp") != "allreduce":
         raise UserError(
             f"tp={mesh.tp.size} cuts tokens where its ranks divide them (Channel axis): "
             f"give sequence_length, or use tp{mesh.tp.size}:allreduce"

@@ -1,6 +1,7 @@
 """Plain modules cut in place."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -271,3 +272,37 @@ def test_what_ranks_hold_alike_stays_alike(ranks: RankPool, layout: str) -> None
             assert set(verdicts) <= {"same"}, name
             compared += len(verdicts) > 0
     assert compared > 0
+
+
+def tape_of_a_branch(regather: bool) -> tuple[int, list[str], dict[str, Tensor], Tensor]:
+    """Elements that the tape of a branch keeps, its collectives, its gradients, that of the stream."""
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    torch.manual_seed(0)
+    net = Net().double()
+    parallel = tensor_parallel_(net, NET_PLAN, mesh.tp, sequence_parallel=True, regather=regather)
+    x_BSC = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = x_BSC.chunk(mesh.tp.size, 1)[mesh.tp.rank].contiguous().requires_grad_()
+    gathered: list[weakref.ref[Tensor]] = []
+    net.branch[0].register_forward_pre_hook(lambda _, args: gathered.append(weakref.ref(args[0])))
+    with record() as events:
+        out = net(mine)
+        alive = gathered[0]()
+        kept = 0 if alive is None else alive.numel()
+        del alive
+        out.square().sum().backward()
+    found = {name: parameter.grad for name, parameter in net.named_parameters()}
+    assert mine.grad is not None
+    return kept, [e.op for e in events], summed_and_whole(parallel, found), mine.grad  # type: ignore[arg-type]
+
+
+def test_what_entered_a_branch_is_gathered_again(ranks: RankPool) -> None:
+    """One more all_gather in the backward, nothing of all tokens kept, and gradients equal bit for bit."""
+    plain, again = ranks(2, tape_of_a_branch, False), ranks(2, tape_of_a_branch, True)
+    for (_, ops, gradients, of_stream), (kept, more_ops, found, found_of_stream) in zip(
+        plain, again, strict=True
+    ):
+        assert ops == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+        assert more_ops == ["all_gather", "reduce_scatter", "all_gather", "all_gather", "reduce_scatter"]
+        assert kept == 0
+        assert torch.equal(of_stream, found_of_stream)
+        assert all(torch.equal(gradients[name], found[name]) for name in gradients)

@@ -19,6 +19,7 @@ class ChannelCosts:
         statistics_dtype: of the loss, and ``statistics_itemsize`` its bytes.
         ranks: of the tp axis.
         sequence_parallel: whether the residual stream is cut by tokens.
+        regather: whether what entered a branch is then gathered again in its backward.
     """
 
     tokens: Sequence[int]
@@ -30,10 +31,15 @@ class ChannelCosts:
     statistics_itemsize: int
     ranks: int
     sequence_parallel: bool
+    regather: bool = False
 
     def enter(self, microbatch: int) -> list[Event]:
         """Where the stream enters a branch or the head; and backward, where it left one."""
         return self._stream("all_gather", microbatch) if self.sequence_parallel else []
+
+    def enter_again(self, microbatch: int) -> list[Event]:
+        """In a branch's backward, for what it did not keep of its input."""
+        return self.enter(microbatch) if self.regather else []
 
     def leave(self, microbatch: int) -> list[Event]:
         """Where the stream leaves a branch or the embedding; and backward, where it entered one."""

@@ -18,6 +18,7 @@ def cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorPar
         decoder_plan(model.spec),
         mesh.tp,
         sequence_parallel=mesh.layout.sequence_parallel(sequence_length),
+        regather=mesh.layout.options.get("tp") == "regather",
     )
     ((first, _),) = parallel.cuts["model.embed_tokens.weight"].runs[mesh.tp.rank]
     model.cross_entropy = partial(

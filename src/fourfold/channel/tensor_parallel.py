@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
 from fourfold.channel.parts import part
 from fourfold.channel.plans import Branch, Plan
+from fourfold.channel.regather import gathered_again
 from fourfold.channel.vocabulary import look_up_own_rows_
 from fourfold.collectives.differentiable import all_gather, copy_to, reduce_from, reduce_scatter
 from fourfold.errors import UserError, nearest
@@ -42,12 +43,16 @@ class TensorParallel:
         axis: the ranks.
         cuts: of every parameter, by name.
         sequence_parallel: whether the residual stream is cut by tokens.
+        regather: whether what enters a branch is gathered again in the backward, where the stream is cut.
     """
 
-    def __init__(self, axis: Axis, cuts: Mapping[str, Cut], *, sequence_parallel: bool):
+    def __init__(
+        self, axis: Axis, cuts: Mapping[str, Cut], *, sequence_parallel: bool, regather: bool = False
+    ):
         self.axis = axis
         self.cuts = cuts
         self.sequence_parallel = sequence_parallel
+        self.regather = regather
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
@@ -72,7 +77,9 @@ class TensorParallel:
         return reduce_from(partial_BSC, self.axis)
 
 
-def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool) -> TensorParallel:
+def tensor_parallel_(
+    model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool, regather: bool = False
+) -> TensorParallel:
     """Cut ``model`` by ``plan``, in place: this rank keeps its part of every parameter.
 
     Args:
@@ -82,6 +89,7 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
         axis: the tp axis.
         sequence_parallel: cut the residual stream by tokens; the ranks must divide the sequence, and nothing
             outside of the plan's branches may mix tokens or depend on where they stand.
+        regather: with sequence parallelism, see [Note: what entered] in `fourfold.channel.regather`.
 
     Raises UserError where the plan names what is not there, or the ranks do not divide what it cuts.
     """
@@ -95,7 +103,7 @@ def tensor_parallel_(model: nn.Module, plan: Plan, axis: Axis, *, sequence_paral
             for module, attribute in sites[name]:
                 setattr(module, attribute, local)
                 _tell_sizes_(module)
-    parallel = TensorParallel(axis, cuts, sequence_parallel=sequence_parallel)
+    parallel = TensorParallel(axis, cuts, sequence_parallel=sequence_parallel, regather=regather)
     for name, module in model.named_modules():
         if branch := plan.branch(name):
             _surround_(module, branch, parallel, transposed=plan.transposed)
@@ -187,7 +195,10 @@ def _cuts(model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool) 
 
 def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, transposed: bool) -> None:
     """Put the two collectives around a branch, and the row-wise biases behind the second one."""
-    _enter_at_(module, parallel)
+    if parallel.regather and parallel.sequence_parallel:
+        module.forward = gathered_again(module.forward, parallel.enter)
+    else:
+        _enter_at_(module, parallel)
     rows = [module.get_submodule(name) for name in branch.rows]
     biased = [row for row in rows if getattr(row, "bias", None) is not None]
     for row in biased:

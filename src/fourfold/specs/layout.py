@@ -22,8 +22,9 @@ BATCH_AXES = ("dp", "fsdp", "cp")
 DATA_AXES = ("dp", "fsdp")
 # What an axis cuts, for messages.
 AXIS_WORDS = {"pp": "Layer", "dp": "Batch", "fsdp": "Batch", "cp": "Sequence", "tp": "Channel"}
-# Options of tp: the residual stream whole on every rank, or by default cut by tokens where they divide.
-TP_OPTIONS = ("allreduce",)
+# Options of tp: the residual stream whole on every rank, or by default cut by tokens where they divide; then
+# what is gathered of it is kept by default, or gathered again.
+TP_OPTIONS = ("allreduce", "regather")
 
 _ENTRY = re.compile(r"(?P<axis>[A-Za-z_]+)(?P<degree>[^:]*)(?::(?P<option>.*))?")
 
@@ -150,7 +151,8 @@ class Layout:
     def sequence_parallel(self, sequence_length: int) -> bool:
         """Whether tp cuts the residual stream by tokens: unless told not to, where its ranks divide them."""
         tokens, rest = divmod(sequence_length, self.cp)
-        return self.tp > 1 and "tp" not in self.options and rest == 0 and tokens % self.tp == 0
+        is_cut = self.tp > 1 and self.options.get("tp") != "allreduce"
+        return is_cut and rest == 0 and tokens % self.tp == 0
 
     def size(self, *axes: str) -> int:
         """Return the product of the degrees of these axes."""
@@ -310,7 +312,8 @@ def _cp_problems(degree: int, option: str | None) -> list[str]:
 def _unknown_tp_option(option: str) -> str:
     return (
         f"option '{option}' of tp does not exist.{nearest(option, TP_OPTIONS)} Use tp4:allreduce to keep the "
-        "residual stream whole on every rank, or tp4 to cut it by tokens where they divide"
+        "residual stream whole on every rank, tp4 to cut it by tokens where they divide, or tp4:regather to "
+        "keep less of it"
     )
 
 

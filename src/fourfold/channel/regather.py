@@ -1,0 +1,79 @@
+"""What enters a branch gathered once more in the backward, instead of kept.
+
+[Note: what entered] With sequence parallelism a rank has its own tokens of the stream, and gathers all of
+them where it enters a branch. The column-wise projections need them again for their weight gradients. Kept,
+these are (B, S, C) a branch, as without sequence parallelism. Dropped and gathered again, (B, S / tp, C) are
+kept, for one more all_gather a branch in the backward (Korthikanti et al. 2022, 4.2.2).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Entered:
+    """What entered a branch once, which the tape of the branch holds as its shape alone.
+
+    The first use in the backward gathers, and the last one drops. A branch that writes into its input is an
+    AssertionError.
+
+    Args:
+        gather: gives what entered, of all tokens.
+    """
+
+    def __init__(self, gather: Callable[[], Tensor]):
+        self._gather = gather
+        self._uses = 0
+        self._again: Tensor | None = None
+
+    @contextmanager
+    def not_kept(self, whole: Tensor) -> Iterator[None]:
+        """Keep no view of ``whole`` for the backward inside; all else is kept."""
+        place, size, version = whole.untyped_storage().data_ptr(), whole.numel(), whole._version
+
+        def pack(kept: Tensor) -> Tensor | Size:  # the tape holds this function, so it must not hold `whole`
+            if kept.untyped_storage().data_ptr() != place or kept.numel() != size:
+                return kept
+            self._uses += 1
+            return kept.shape
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+        assert whole._version == version, "a branch wrote into its input, which is to be gathered again"
+
+    def _unpack(self, kept: Tensor | Size) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        whole = self._gather() if self._again is None else self._again
+        self._uses -= 1
+        self._again = whole if self._uses else None
+        return whole.view(kept)
+
+
+def gathered_again(forward: Callable[..., Any], enter: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return the forward of a branch whose first argument, of this rank's tokens, enters it.
+
+    Args:
+        forward: of the branch.
+        enter: gives the stream of all tokens.
+    """
+
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        name = None if args else next(iter(kwargs))
+        stream = args[0] if name is None else kwargs[name]
+        own, whole = stream.detach(), enter(stream)
+
+        @torch.no_grad()
+        def gather() -> Tensor:
+            return enter(own)
+
+        with Entered(gather).not_kept(whole):
+            if name is None:
+                return forward(whole, *args[1:], **kwargs)
+            return forward(**kwargs | {name: whole})
+
+    return entering

@@ -1,0 +1,58 @@
+"""Every layout with tp gives the numbers of one process: loss, gradient norm, gradients and weights."""
+
+from typing import Any
+
+import pytest
+
+from fourfold.data import SyntheticDataset
+from fourfold.mesh import Mesh
+from fourfold.oracle import Oracle
+from fourfold.specs import Layout, ModelSpec
+from fourfold.specs.recompute_name import RecomputeName
+from fourfold.verify import Verification, verify
+from tests.ranks import RankPool
+
+ODD = {"vocab_size": 61, "attention_bias": True, "qk_norm": True, "tie_word_embeddings": True}
+"""A vocabulary that no number of ranks divides, biases, norms on q and k, a tied head."""
+
+
+def on_a_rank(layout: str, changes: dict[str, Any], options: dict[str, Any]) -> Verification:
+    spec = ModelSpec.preset("tiny").replace({"num_hidden_layers": 2, **changes})
+    data = SyntheticDataset(spec.vocab_size, sequence_length=16, seed=3)
+    oracle = Oracle(spec, data, batch=4, steps=2, seed=0)
+    return verify(oracle, Mesh(Layout.parse(layout)), dtype="float64", **options)
+
+
+def compare(ranks: RankPool, layout: str, changes: dict[str, Any], **options: Any) -> None:
+    found = ranks(Layout.parse(layout).world_size, on_a_rank, layout, changes, options)
+    for outcome in found:
+        assert outcome.passes, outcome.to_json()
+        assert max(outcome.loss.error, outcome.norm.error, outcome.weights[0].error) < 1e-12
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["tp2", "tp4:allreduce", "tp4:regather"])
+def test_key_value_heads(ranks: RankPool, layout: str, kv_heads: int) -> None:
+    """More of them than ranks, as many, and fewer: where they are copied, copies count once in the norm."""
+    compare(ranks, layout, ODD | {"num_key_value_heads": kv_heads})
+
+
+@pytest.mark.parametrize("layout", ["dp2,tp2", "fsdp2,tp2:allreduce", "pp2,tp2:regather"])
+def test_other_axes_beside(ranks: RankPool, layout: str) -> None:
+    """Among them norms that every rank of tp holds, cut over fsdp or copied over dp."""
+    compare(ranks, layout, ODD, microbatches=2)
+
+
+def test_eight_ranks(ranks: RankPool) -> None:
+    compare(ranks, "tp8", ODD | {"num_key_value_heads": 2})
+
+
+@pytest.mark.parametrize("recompute", ["full", "every:2"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2:regather"])
+def test_activation_checkpointing(ranks: RankPool, layout: str, recompute: str) -> None:
+    compare(ranks, layout, {}, microbatches=2, recompute=RecomputeName.parse(recompute))
+
+
+@pytest.mark.parametrize("option", ["", ":regather", ":allreduce"])
+def test_halves_of_the_backward(ranks: RankPool, option: str) -> None:
+    compare(ranks, f"pp2:zb-h1,tp2{option}", {}, microbatches=4)
