@@ -1,5 +1,10 @@
-"""Every layout gives the numbers of one process: `verify` on real ranks, in float64 to 1e-10."""
+"""Every layout gives the numbers of one process: `verify` on real ranks, in float64 to 1e-10.
 
+The product of all features is large. Here every pair of them is met, by random models on random layouts of up
+to 8 ranks; ``make fuzz`` goes on from there.
+"""
+
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -7,8 +12,11 @@ import pytest
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.oracle import Oracle
-from fourfold.specs import Layout, ModelSpec, ShardingSection
+from fourfold.specs import SCHEDULE_RULES, Layout, ModelSpec, ShardingSection
+from fourfold.trial import Trial
 from fourfold.verify import Verification, verify
+from tests.fuzz import on_a_rank as on_a_rank_of
+from tests.random_trials import POLICIES, covering, features
 from tests.ranks import RankPool
 
 
@@ -113,3 +121,30 @@ def test_sharded_in_lower_precision(ranks: RankPool, layout: str, dtype: str) ->
 def test_lower_precision_within_its_tolerance(ranks: RankPool, dtype: str) -> None:
     outcome = compare(ranks, "dp4", "tiny", batch=12, microbatches=3, dtype=dtype)
     assert outcome.passes, outcome.to_json()
+
+
+TRIALS = covering(0, drawn=1500)
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: f"{trial.layout}-{trial.seed}")
+def test_every_pair_of_features(ranks: RankPool, trial: Trial) -> None:
+    outcomes = ranks(trial.layout.world_size, on_a_rank_of, trial)
+    assert all(outcome == outcomes[0] for outcome in outcomes), "ranks disagree about the outcome"
+    [outcome, *_] = outcomes
+    assert outcome.passes, f"{outcome.where}\n{trial.command()}\n{outcome.to_json()}"
+    assert len(outcome.gradients) == len(outcome.weights) == len(trial.model.parameter_shapes())
+
+
+def test_the_pairs_are_met() -> None:
+    """Of what random trials can meet, and each axis with each other, each schedule and each policy."""
+    met = {pair for trial in TRIALS for pair in combinations(sorted(features(trial)), 2)}
+    words = {word for pair in met for word in pair}
+    schedules = {word for word in words if word.startswith("pp:")}
+    policies = {word for word in words if word.startswith("recompute ")}
+    assert len(schedules) == len(SCHEDULE_RULES)
+    assert len(policies) == len(POLICIES)
+    wanted = {tuple(sorted(pair)) for pair in product(schedules, policies)}
+    wanted |= {
+        tuple(sorted(pair)) for pair in product(schedules, ("tied", "window", "tp:default", "cp:ring"))
+    }
+    assert wanted <= met

@@ -8,12 +8,12 @@ class UserError(Exception):
     """One or more mistakes in what the user asked for.
 
     Each message says what was asked, the rule, and values that would work. The command line prints the
-    messages and ends with exit status 2, without a traceback.
+    messages and ends with exit status 2, without a traceback. A message that comes twice is there once.
     """
 
     def __init__(self, *messages: str):
-        super().__init__("\n".join(messages))
-        self.messages = messages
+        self.messages = tuple(dict.fromkeys(messages))
+        super().__init__("\n".join(self.messages))
 
 
 class RunStopped(Exception):

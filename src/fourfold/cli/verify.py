@@ -78,7 +78,7 @@ def verify(
         run_file,
         model,
         overrides or (),
-        layout=layout or ("dp1" if all_layouts else None),
+        layout="dp1" if all_layouts else layout,
         sizes={name: value for name, value in sizes.items() if value is not None},
         sharding={name: value for name, value in sharding.items() if value is not None},
         recompute=recompute,

@@ -1,0 +1,130 @@
+"""Random trials of small models on layouts of up to 8 ranks, and a choice of them that meets every pair."""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import combinations, count
+from random import Random
+
+from fourfold.specs import AXES, Layout, ModelSpec, ShardingSection
+from fourfold.specs.layouts import every_degrees, options_of
+from fourfold.specs.recompute_name import RecomputeName
+from fourfold.trial import Trial
+
+MOST_RANKS = 8
+DRAWS = 20
+"""Of shapes for a layout, until they fit it: else layouts that ask for much would be rare."""
+POLICIES = ("none", "full", "every:2", "sqrt", "slots:2", "min", "budget:0.0001")
+
+
+def random_trial(random: Random, *, most_ranks: int = MOST_RANKS) -> Trial:
+    """Draw a trial that breaks no rule: layout, shapes, batches, precision float64."""
+    layout = _layout(random, most_ranks)
+    for draw in count(1):
+        if draw % DRAWS == 0:
+            layout = _layout(random, most_ranks)
+        microbatches = random.choice([1, 2, 3, 4, 5, 8] if layout.pp > 1 else [1, 2, 3])
+        trial = Trial(
+            model=_model(random),
+            layout=layout,
+            batch=layout.size("dp", "fsdp") * microbatches * random.choice([1, 1, 2]),
+            microbatches=microbatches,
+            sequence_length=random.choice([3, 7, 12, 16, 17, 24]),
+            steps=3,
+            seed=random.randrange(1000),
+            sharding=ShardingSection(
+                pieces=random.choice(["auto", "blocks", "matrices", "rows", "flat"]),
+                prefetch=random.choice([0, 1, 1, 3]),
+                accumulate=random.choice(["auto", "pieces", "whole"]),
+            ),
+            recompute=RecomputeName.parse(random.choice(POLICIES)),
+        )
+        if not trial.problems():
+            return trial
+    raise AssertionError("unreachable")
+
+
+def _layout(random: Random, most_ranks: int) -> Layout:
+    # Most numbers up to 8 are prime or have few factors; 4 and 8 let axes meet.
+    world_size = random.choice([*range(1, most_ranks + 1), *(n for n in (4, 4, 8, 8) if n <= most_ranks)])
+    degrees = random.choice(list(every_degrees(world_size)))
+    options = {axis: random.choice(options_of(axis, degrees[axis])) for axis in AXES if degrees[axis] > 1}
+    return Layout(**degrees, options={axis: option for axis, option in options.items() if option is not None})
+
+
+def _model(random: Random) -> ModelSpec:
+    kv_heads = random.choice([1, 2, 4])
+    return ModelSpec(
+        vocab_size=random.choice([31, 64, 101]),
+        hidden_size=random.choice([8, 20, 32]),
+        intermediate_size=random.choice([24, 48]),
+        num_hidden_layers=random.choice([1, 2, 3, 4, 5, 8]),
+        num_attention_heads=kv_heads * random.choice([1, 2, 4]),
+        num_key_value_heads=kv_heads,
+        head_dim=random.choice([4, 6]),
+        tie_word_embeddings=random.random() < 0.4,
+        attention_bias=random.random() < 0.4,
+        qk_norm=random.random() < 0.4,
+        sliding_window=random.choice([None, None, 1, 5]),
+    )
+
+
+def features(trial: Trial) -> frozenset[str]:
+    """What is special about a trial, in words of which each pair should be met."""
+    layout, model = trial.layout, trial.model
+    options = dict(layout.options)
+    if "pp" in options:
+        options["pp"] = layout.schedule.name
+    if "cp" in options:
+        options["cp"] = options["cp"].rstrip("0123456789")
+    found = [f"{axis}:{options.get(axis, 'default')}" for axis in AXES if layout.size(axis) > 1]
+    kv_heads = model.num_key_value_heads
+    found += [
+        "tied" if model.tie_word_embeddings else "untied",
+        "biases" if model.attention_bias else "no biases",
+        "q and k normed" if model.qk_norm else "q and k plain",
+        "window" if model.sliding_window else "no window",
+        "grouped heads" if kv_heads < model.num_attention_heads else "as many heads",
+        "one microbatch" if trial.microbatches == 1 else "microbatches",
+        f"recompute {trial.recompute.name}",
+    ]
+    if layout.tp > 1:
+        found.append("key/value copies" if kv_heads % layout.tp else "key/value parts")
+    if layout.fsdp > 1:
+        found += [f"pieces {trial.sharding.pieces}", f"accumulate {trial.sharding.accumulate}"]
+    if layout.pp > 1 and trial.microbatches < layout.pp:
+        found.append("fewer microbatches than stages")
+    if trial.sequence_length % layout.size("cp", "tp"):
+        found.append("a sequence that does not divide")
+    return frozenset(found)
+
+
+def covering(seed: int, *, drawn: int) -> list[Trial]:
+    """Of ``drawn`` random trials, few that together meet every pair of features that the drawn ones meet.
+
+    Greedy: each time the trial with the most pairs that none before had. Sorted by ranks.
+    """
+    random = Random(seed)
+    trials = [random_trial(random) for _ in range(drawn)]
+    left = [set(combinations(sorted(features(trial)), 2)) for trial in trials]
+    queue = [(-len(pairs), index) for index, pairs in enumerate(left)]
+    heapify(queue)
+    met: set[tuple[str, str]] = set()
+    taken: list[Trial] = []
+    while queue:
+        promised, index = heappop(queue)
+        left[index] -= met
+        if not left[index]:
+            continue
+        if len(left[index]) == -promised:
+            taken.append(trials[index])
+            met |= left[index]
+        else:  # others were taken since; it may be the best still
+            heappush(queue, (-len(left[index]), index))
+    return sorted(taken, key=lambda trial: trial.layout.world_size)
+
+
+def endless(seed: int) -> Iterator[Trial]:
+    """Random trials, the same for the same seed."""
+    random = Random(seed)
+    while True:
+        yield random_trial(random)
