@@ -38,6 +38,7 @@ from fourfold.errors import UserError, choices
 from fourfold.mesh import Mesh
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
+from fourfold.sequence.hugging_face import attends_over_cp
 from fourfold.specs import AXIS_WORDS, ShardingSection
 
 PIECES = get_args(ShardingSection.model_fields["pieces"].annotation)
@@ -123,7 +124,7 @@ class ShardedModule:
         """The 2-norm of the whole gradient, each element counted once."""
         if not self._is_reduced:
             raise RuntimeError(UNSUMMED)
-        return gradient_norm(self.units, self.mesh.fsdp)
+        return gradient_norm(self.units, self.mesh.shards)
 
     def clip_(self, max_norm: float) -> float:
         """Scale the gradient to the norm ``max_norm`` where it is larger; return the norm that it had."""
@@ -331,6 +332,8 @@ def shard(
 ) -> ShardedModule:
     """Shard ``module`` in place over the fsdp axis of ``mesh``; with dp, over replicas of the same pieces.
 
+    With cp the pieces are over fsdp and cp, and gradients are summed over the tokens of all ranks.
+
     Build the optimizer afterwards, from ``parameters()`` of the result. All ranks make the same call. Buffers
     stay whole and are never summed: running statistics follow a rank's own data.
 
@@ -354,9 +357,14 @@ def shard(
     problems = [
         f"{axis}={mesh.layout.size(axis)} ({AXIS_WORDS[axis]} axis): a module of any kind is cut over dp and "
         f"fsdp alone; use {axis}=1"
-        for axis in ("pp", "cp", "tp")
+        for axis in ("pp", "tp")
         if mesh.layout.size(axis) > 1
     ]
+    if mesh.cp.size > 1 and not attends_over_cp(module):
+        problems.append(
+            f"cp={mesh.cp.size} ({AXIS_WORDS['cp']} axis): the module attends to this rank's tokens alone; "
+            "call fourfold.sequence.hugging_face.context_parallel_ first, or use cp=1"
+        )
     if pieces not in PIECES:
         problems.append(f"pieces='{pieces}' does not exist: use {choices(PIECES)}")
     originals = list(module.parameters())

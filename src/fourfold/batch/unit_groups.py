@@ -137,7 +137,7 @@ def unit_groups(
     # A parameter without dims counts as one row.
     shapes = [{name: tuple(named[name].shape) or (1,) for name in found} for found in members.values()]
     for (index, _, read), laid_out in zip(
-        members, cut(shapes, ranks=mesh.fsdp.size, how=pieces), strict=True
+        members, cut(shapes, ranks=mesh.shards.size, how=pieces), strict=True
     ):
         values = {name: named.pop(name) for name in laid_out.order}
         unit = Unit(
@@ -146,8 +146,8 @@ def unit_groups(
             sites,
             pieces=laid_out,
             placement=mesh.layout.placement,
-            shards=mesh.fsdp,
-            replicas=mesh.joint("dp", "cp"),
+            shards=mesh.shards,
+            replicas=mesh.joint(*mesh.layout.replica_axes),
             dtype=read,
             master_dtype=master_dtype(read) if read.is_floating_point else read,
             device=mesh.device,
