@@ -1,9 +1,10 @@
-"""Context parallelism by ring and by Ulysses, beside PyTorch's DDP, which cuts rows where we cut sequences.
+"""Context parallelism by ring and by Ulysses against others' attention over ranks, and against PyTorch's DDP.
 
 python benchmarks/context_parallel.py [--json] [--workload dense] [--ranks 2] [--rounds 24]
 
-Both train the same model on the same batch: the ratio is what cutting sequences costs beyond cutting rows.
-The limit is a bare loop over as many rows, with nothing sent.
+All train the same model on the same batch. DDP cuts rows where the others cut sequences: the ratio to it is
+what that costs. The limit is a bare loop over as many rows, with nothing sent. Peers that cannot run here are
+named with the reason.
 """
 
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.contestants import Ddp, Ours, Plain
+from benchmarks.context_contestants import ATTENTION, CutTokens, left_out
 from benchmarks.report import Row, run
 from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import MODEL, Workload
@@ -21,7 +23,7 @@ from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import Layout
 from fourfold.traffic import Event, sent_bytes
 
-PEER = "torch DDP, rows instead"
+ROWS_INSTEAD = "torch DDP, rows instead"
 LAYOUTS = ("cp{}:ring", "cp{}:ulysses")
 
 
@@ -30,11 +32,13 @@ def ours(layout: str, workload: Workload, rank: int, ranks: int) -> Ours:
 
 
 def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
-    """A row for each layout."""
-    builds: dict[str, Build] = {
-        "limit": partial(Plain, workload),
-        PEER: partial(Ddp, workload, own_decoder=False),
-    }
+    """A row for each layout and peer, all interleaved."""
+    missing = left_out()
+    for name, reason in missing.items():
+        print(f"{workload.name}, {ranks} ranks, left out: {name}: {reason}", file=sys.stderr)
+    peers: dict[str, Build] = {ROWS_INSTEAD: partial(Ddp, workload, own_decoder=False)}
+    peers |= {name: partial(CutTokens, workload, peer=name) for name in ATTENTION if name not in missing}
+    builds: dict[str, Build] = {"limit": partial(Plain, workload), **peers}
     builds |= {layout: partial(ours, layout, workload) for layout in LAYOUTS}
     scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
     return [
@@ -42,12 +46,13 @@ def measure(workload: Workload, ranks: int, *, rounds: int | None) -> list[Row]:
             workload.name,
             layout.format(ranks),
             ours=scores[layout],
-            peer=PEER,
-            peer_score=scores[PEER],
+            peer=peer,
+            peer_score=scores[peer],
             limit=scores["limit"],
             formula_bytes=formula_bytes(workload, Layout.parse(layout.format(ranks))),
         )
         for layout in LAYOUTS
+        for peer in peers
     ]
 
 
@@ -68,7 +73,8 @@ def formula_bytes(workload: Workload, layout: Layout) -> float:
             rank=rank,
         )
         attention = [*costs.forward(0), *costs.backward(0)] * MODEL.num_hidden_layers
-        total += sum(sent_bytes(event, layout.cp) for event in attention)
+        # Heads are exchanged among the ranks of Ulysses alone; a message of the ring is sent whole.
+        total += sum(sent_bytes(event, layout.ulysses(MODEL)) for event in attention)
     messages = [
         Event("all_reduce", "cp", 4 * MODEL.num_parameters, "float32"),
         Event("all_reduce", "cp", SCALAR_BYTES, SCALAR_DTYPE),

@@ -1,11 +1,19 @@
 """The benchmarks run and print what they promise; how fast things are is not tested."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.workloads import MODEL
+import pytest
+import torch.distributed as dist
+from benchmarks.contestants import Plain
+from benchmarks.context_attention import ALONE, APART, LAYOUTS, OneRow, balances
+from benchmarks.context_contestants import CutTokens, columns, left_out
+from benchmarks.workloads import MODEL, Workload
+
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,3 +36,48 @@ def test_data_parallel_prints_its_rows() -> None:
     # What crossed the loopback device is what the formula says, headers and the barrier aside.
     assert row["formula_bytes"] == 4 * MODEL.num_parameters + 8
     assert row["formula_bytes"] <= row["ours_bytes"] < 1.01 * row["formula_bytes"]
+
+
+SMALL = Workload("small", sequence_length=16, batch=2, rounds=1)
+
+
+def losses_of_a_rank(peer: str | None) -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    contestant = Plain(SMALL, rank, ranks) if peer is None else CutTokens(SMALL, rank, ranks, peer=peer)
+    return [contestant.step(k) for k in range(2)]
+
+
+def test_the_peers_ring_trains_what_one_process_trains(ranks: RankPool) -> None:
+    """The second step's loss has the first one's gradients in it."""
+    (right,) = ranks(1, losses_of_a_rank, None)
+    found = ranks(2, losses_of_a_rank, "torch ring, CPU kernel put in")
+    assert [sum(step) for step in zip(*found, strict=True)] == pytest.approx(right, rel=1e-5)
+
+
+def test_peers_have_their_own_order_of_tokens() -> None:
+    assert columns(16, 1, 4, is_zigzag=False) == (range(4, 8),)
+    assert columns(16, 1, 4, is_zigzag=True) == (range(2, 4), range(12, 14))
+
+
+def test_a_peer_that_cannot_run_is_named_with_its_reason() -> None:
+    missing = left_out()
+    for name, package in (("DeepSpeed Ulysses", "deepspeed"), ("yunchang Ulysses", "yunchang")):
+        assert (name in missing) == (importlib.util.find_spec(package) is None)
+    assert missing["yunchang ring, ring-flash-attn"] == "flash-attn needs CUDA"
+
+
+def squares_of_a_rank(layout: str) -> float:
+    return OneRow(layout, 24, "float32", dist.get_rank(), dist.get_world_size()).step(0)
+
+
+@pytest.mark.parametrize("layout", [APART, *LAYOUTS])
+def test_attention_alone_is_the_same_attention(ranks: RankPool, layout: str) -> None:
+    """The sum of squares of output and gradients, whoever has which part of the row."""
+    right = sum(ranks(2, squares_of_a_rank, ALONE))
+    assert sum(ranks(2, squares_of_a_rank, layout)) == pytest.approx(right, rel=1e-5)
+
+
+def test_packed_rows_are_balanced_on_two_ranks() -> None:
+    found = {(line.documents, line.ranks): line for line in balances(2048)}
+    assert {ranks for _, ranks in found} == {2, 4, 8}
+    assert all(1.0 <= line.mean <= line.worst for line in found.values())
