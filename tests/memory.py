@@ -1,10 +1,14 @@
-"""Counts what autograd keeps, for tests of what is released."""
+"""Counts what autograd keeps, and what storages live, for tests of what is released."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Kept:
@@ -40,3 +44,30 @@ def counting_kept_bytes() -> Iterator[Kept]:
         lambda tensor: _Saved(tensor, kept), lambda saved: saved.tensor
     ):
         yield kept
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that were made while it is active and still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note the storages of what it returns."""
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage._cdata not in given:  # else it was written to
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    @property
+    def now_bytes(self) -> int:
+        """Of all storages that live now; those of one element are left out."""
+        self._made = {key: found for key, found in self._made.items() if not found[0].expired()}
+        return sum(size for _, size in self._made.values() if size > 8)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tree_leaves(tree) if isinstance(tensor, Tensor)]

@@ -62,6 +62,7 @@ FLOORS: dict[str, int] = {
     "events": 0,
     "trial": 0,
     "mesh": 1,
+    "kept": 1,
     "flop_counter": 1,
     "collectives": 1,
     "models": 1,

@@ -63,6 +63,14 @@ def test_input_gradients_go_first_where_another_rank_waits() -> None:
     ]
 
 
+def test_with_recomputation_only_the_last_backward_of_a_stage_is_in_halves() -> None:
+    """Else what the weight gradients of all its segments need would be held at once."""
+    program = expanded(gpipe(ranks=2, microbatches=1), segments_of_stage=[2, 3], recomputed=True)
+    assert text(program) == ["0F0 1F0 1B0 0B0", "2F0 3F0 4F0 4B0 3B0 2I0 2W0"]
+    order = schedule_of("0F0 0I0 0W0", rank_of_segment=(0,), microbatches=1)
+    assert text(expanded(order, segments_of_stage=[2], recomputed=True)) == ["0F0 1F0 1I0 0I0 1W0 0W0"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("times", [Times(), Times(2, 3, 1), Times(1, 0.5, 1.5)])
 def test_the_bubble_with_input_gradients_first(ranks: int, times: Times) -> None:

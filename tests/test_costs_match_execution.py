@@ -1,5 +1,7 @@
 """What floor 0 predicts is what the running code does: events and bytes, exactly."""
 
+from collections import Counter
+
 import pytest
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from fourfold.program.actions import Action
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.sequence.partition import tokens_of_ranks
 from fourfold.specs import Layout, ModelSpec, ShardingSection
+from fourfold.specs.recompute_name import RecomputeName
 from fourfold.traffic import Event, sent_bytes
 from fourfold.training import initialized, rank_batches
 from tests.ranks import RankPool
@@ -25,7 +28,12 @@ LENGTH = 16
 
 
 def on_a_rank(
-    layout: str, model: str | ModelSpec, microbatches: int, dtype: str, sharding: ShardingSection
+    layout: str,
+    model: str | ModelSpec,
+    microbatches: int,
+    dtype: str,
+    sharding: ShardingSection,
+    recompute: str = "none",
 ) -> ParallelModel:
     return initialized(
         ModelSpec.preset(model) if isinstance(model, str) else model,
@@ -35,6 +43,8 @@ def on_a_rank(
         seed=0,
         sharding=sharding,
         sequence_length=LENGTH,
+        batch=BATCH,
+        recompute=RecomputeName.parse(recompute),
     )
 
 
@@ -51,10 +61,15 @@ def run_step(parallel: ParallelModel) -> None:
 
 
 def events_of_a_step(
-    layout: str, model: str | ModelSpec, microbatches: int, dtype: str, sharding: ShardingSection
+    layout: str,
+    model: str | ModelSpec,
+    microbatches: int,
+    dtype: str,
+    sharding: ShardingSection,
+    recompute: str = "none",
 ) -> tuple[list[Event], list[Event]]:
     """Those recorded, those predicted."""
-    parallel = on_a_rank(layout, model, microbatches, dtype, sharding)
+    parallel = on_a_rank(layout, model, microbatches, dtype, sharding, recompute)
     with record() as events:
         run_step(parallel)
     mesh, program = parallel.mesh, parallel.program
@@ -104,6 +119,7 @@ def events_of_a_step(
             [piece.blocks for piece in parallel.stages.segments],
             channel=channel if tp > 1 else None,
             sequence=sequence if cp > 1 else None,
+            keeps=RecomputeName.parse(recompute).keeps(tp=tp),
         ),
     )
     return list(events), predicted
@@ -136,6 +152,34 @@ def test_the_events_of_a_step_are_those_predicted(
         ):
             assert recorded == predicted
             assert len(recorded) == 0 if world_size == 1 else len(recorded) > 2
+
+
+RECOMPUTED = [
+    (layout, policy)
+    for layout in ("fsdp2", "pp2", "pp2:zb-h1", "tp2", "tp2:allreduce", "cp2:ring", "cp2:ulysses")
+    for policy in ("full", "min", "selective")
+] + [
+    ("tp2", "selective:gather+sum"), ("tp2:allreduce", "selective:gather"), ("cp2:ring", "selective:q_proj"),
+    ("fsdp2", "budget:0.0004"), ("pp2", "budget:0.0006"),
+]  # fmt: skip
+
+
+MESSAGES = ("send", "recv", "all_to_all")
+"""What attention over ranks sends, and stages of a pipeline."""
+
+
+@pytest.mark.parametrize(("layout", "policy"), RECOMPUTED)
+def test_the_events_with_recomputation_are_those_predicted(ranks: RankPool, layout: str, policy: str) -> None:
+    """Those of attention are never sent twice where its result is kept."""
+    arguments = layout, "tiny", 3, "float32", ShardingSection()
+    plain = ranks(2, events_of_a_step, *arguments)
+    for (recorded, predicted), (before, _) in zip(
+        ranks(2, events_of_a_step, *arguments, policy), plain, strict=True
+    ):
+        assert recorded == predicted
+        messages, before = (Counter(e for e in events if e.op in MESSAGES) for events in (recorded, before))
+        again = layout.startswith("cp2") and policy in ("full", "min", "selective:q_proj")
+        assert messages.total() > before.total() if again else messages == before
 
 
 def test_accumulation_sends_no_more(ranks: RankPool) -> None:

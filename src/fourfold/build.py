@@ -9,8 +9,8 @@ from fourfold.batch.reduction import with_reductions
 from fourfold.layer.transfers import with_transfers
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
+from fourfold.program.liveness import Block
 from fourfold.recompute.insertion import with_recomputation
-from fourfold.recompute.plan import Block
 from fourfold.specs.placement import REPLICATED, Placement
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
@@ -68,7 +68,7 @@ def build(
         blocks: times and sizes of the segments, for a policy that computes again.
     """
     check(schedule)
-    program = expanded(schedule, segments_of_stage=segments_of_stage)
+    program = expanded(schedule, segments_of_stage=segments_of_stage, recomputed=not recompute.is_none)
     program = replace(
         program,
         users=tuple(unit.users for unit in units),
@@ -102,7 +102,7 @@ def evaluation(training: Program, *, microbatches: int, sharding: Sharding) -> P
     return with_transfers(with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep))
 
 
-def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:
+def expanded(schedule: Program, *, segments_of_stage: Sequence[int], recomputed: bool = False) -> Program:
     """Return ``schedule`` with each action on a stage written out over the stage's segments.
 
     Forwards go through the segments in order, every kind of backward in reverse.
@@ -110,6 +110,14 @@ def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:
     [Note: input gradients first] A backward whose input gradient another rank waits for is written in halves,
     all input gradients before all weight gradients: the message leaves after two thirds of the time. The rank
     itself does the same work in the same order of schedule actions, with the same bits.
+
+    With recomputation a stage's halves would hold what its weight gradients need of all its segments, as much
+    as their tapes. So there only the last backward of the stage is in halves, from which the message comes.
+
+    Args:
+        schedule: compute actions over stages.
+        segments_of_stage: how many segments each stage holds.
+        recomputed: whether forwards run again instead of being kept.
     """
     first = [0, *accumulate(segments_of_stage)]
     rank_of_stage = schedule.rank_of_segment
@@ -117,11 +125,16 @@ def expanded(schedule: Program, *, segments_of_stage: Sequence[int]) -> Program:
     def over_segments(action: Action) -> list[Action]:
         stage = action.segment
         segments = range(first[stage], first[stage + 1])
-        kinds = [action.kind]
-        if action.kind is Kind.BACKWARD and stage > 0 and rank_of_stage[stage - 1] != rank_of_stage[stage]:
-            kinds = [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT]
         order = segments if action.kind is Kind.FORWARD else segments[::-1]
-        return [replace(action, kind=kind, place=segment) for kind in kinds for segment in order]
+        halves: Sequence[int] = ()
+        if action.kind is Kind.BACKWARD and stage > 0 and rank_of_stage[stage - 1] != rank_of_stage[stage]:
+            halves = order[-1:] if recomputed else order
+        whole = [replace(action, place=segment) for segment in order if segment not in halves]
+        return whole + [
+            replace(action, kind=kind, place=segment)
+            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+            for segment in halves
+        ]
 
     return Program(
         ranks=tuple(

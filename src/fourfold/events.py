@@ -22,19 +22,26 @@ class SegmentCosts:
         blocks: the names of each segment's blocks, in order: ``embed``, ``layer.0``..., ``head``.
         channel: on the tp axis, None where it has one rank.
         sequence: on the cp axis, None where it has one rank.
+        keeps: the names of the results of a layer that are not made again where its forward runs again.
     """
 
     blocks: Sequence[Sequence[str]]
     channel: ChannelCosts | None = None
     sequence: SequenceCosts | None = None
+    keeps: frozenset[str] = frozenset()
 
-    def forward(self, segment: int, microbatch: int) -> list[Event]:
-        """The events of a segment's forward, in order."""
+    def forward(self, segment: int, microbatch: int, *, again: bool = False) -> list[Event]:
+        """The events of a segment's forward, in order; of the first, or of one that runs ``again``."""
         enter = self.channel.enter(microbatch) if self.channel else []
         leave = self.channel.leave(microbatch) if self.channel else []
         loss = self.channel.loss(microbatch) if self.channel else []
         attention = self.sequence.forward(microbatch) if self.sequence else []
-        layer = [*enter, *attention, *leave, *enter, *leave]
+
+        def unless(name: str, events: list[Event]) -> list[Event]:
+            return [] if again and name in self.keeps else events
+
+        branch_in, branch_out = unless("gather", enter), unless("sum", leave)
+        layer = [*branch_in, *unless("attention", attention), *branch_out, *branch_in, *branch_out]
         return _over(self.blocks[segment], embed=leave, layer=layer, head=enter + loss)
 
     def backward(self, segment: int, microbatch: int) -> list[Event]:
@@ -80,7 +87,8 @@ def step_events(
     for action in program.ranks[rank]:
         kind = action.kind
         if inside is not None and kind in FORWARDS:
-            events += inside.forward(action.segment, action.microbatch)
+            again = kind is Kind.RECOMPUTE
+            events += inside.forward(action.segment, action.microbatch, again=again)
         elif inside is not None and kind in TAKES_TAPE:
             events += inside.backward(action.segment, action.microbatch)
         elif kind is Kind.LOSS and layout.size(*all_ranks) > 1:

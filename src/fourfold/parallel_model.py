@@ -284,9 +284,19 @@ def parallelize(
             itemsize=dtype.itemsize,
             cp=mesh.cp.size,
             tp=mesh.tp.size,
+            keeps=recompute.keeps(tp=mesh.tp.size),
         ),
     )
-    executor = _executor(model, mesh, stages, units, program, tensor_parallel, dtype=dtype)
+    executor = _executor(
+        model,
+        mesh,
+        stages,
+        units,
+        program,
+        tensor_parallel,
+        dtype=dtype,
+        keeps=recompute.keeps(tp=mesh.tp.size),
+    )
     return ParallelModel(
         model, mesh, stages, specs, units, program, sharded, executor, tensor_parallel, context
     )
@@ -301,12 +311,14 @@ def _executor(
     tensor_parallel: TensorParallel | None,
     *,
     dtype: torch.dtype,
+    keeps: frozenset[str],
 ) -> Executor:
     """What runs the program with the segments and units of this rank."""
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
+    ends = 0, len(stages.segments) - 1  # of embedding and head nothing is kept
     segments = {
-        index: Segment(piece, weight_gradients)
+        index: Segment(piece, weight_gradients, keeps=frozenset() if index in ends else keeps)
         for index, (piece, rank) in enumerate(zip(stages.segments, stages.rank_of_segment, strict=True))
         if rank == mesh.pp.rank
     }

@@ -1,12 +1,13 @@
 """A piece of the model with an explicit forward and backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fourfold.kept import KeptResults
 from fourfold.models import Microbatch, Piece
 from fourfold.weight_gradients import WeightGradients
 
@@ -71,11 +72,16 @@ class Segment:
     Args:
         piece: the part of the model.
         weight_gradients: where the linear layers of the model put their weight gradients.
+        keeps: the names of the results that stay where a forward runs again; see `fourfold.kept`.
     """
 
-    def __init__(self, piece: Piece, weight_gradients: WeightGradients):
+    def __init__(
+        self, piece: Piece, weight_gradients: WeightGradients, *, keeps: frozenset[str] = frozenset()
+    ):
         self.piece = piece
         self._weight_gradients = weight_gradients
+        self._keeps = keeps
+        self._kept: dict[int, KeptResults] = {}
         self._live: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
         self._moments: dict[int, _Moment] = {}
@@ -92,7 +98,11 @@ class Segment:
         if keep:
             return self._taped(microbatch, x, batch)
         self._moments[microbatch] = _Moment(batch.input_ids_BS.device, self.piece.modules)
-        return self.evaluate(x, batch)
+        if not self._keeps:
+            return self.evaluate(x, batch)
+        kept = self._kept[microbatch] = KeptResults(self._keeps)
+        with kept.keeping():  # as for a backward, so that kernels give all that one needs
+            return self._with_graph(x, batch)[1].detach()
 
     def recompute(self, microbatch: int, x: Tensor | None, batch: Microbatch, *, keep: bool) -> Tensor:
         """R: compute the same output as `forward`, which kept nothing. See [Note: the same forward again].
@@ -105,12 +115,19 @@ class Segment:
         """
         moment = self._moments.pop(microbatch) if keep else self._moments[microbatch]
         with moment.again():
-            return self._taped(microbatch, x, batch) if keep else self.evaluate(x, batch)
+            if not keep:
+                return self.evaluate(x, batch)
+            with self._kept.pop(microbatch).taking() if self._keeps else nullcontext():
+                return self._taped(microbatch, x, batch)
 
-    def _taped(self, microbatch: int, x: Tensor | None, batch: Microbatch) -> Tensor:
+    def _with_graph(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor | None, Tensor]:
+        """The input as a leaf, and the output."""
         leaf = None if x is None else x.detach().requires_grad_()
         with torch.enable_grad():
-            y = self.piece.forward(leaf, batch)
+            return leaf, self.piece.forward(leaf, batch)
+
+    def _taped(self, microbatch: int, x: Tensor | None, batch: Microbatch) -> Tensor:
+        leaf, y = self._with_graph(x, batch)
         # The place in the graph, not the tensor: an output that is sent away takes no memory here.
         # Without it where this is the first segment and all of it is frozen.
         self._live[microbatch] = (leaf, get_gradient_edge(y) if y.requires_grad else None)
@@ -152,4 +169,5 @@ class Segment:
         """Drop everything kept, after a step that failed."""
         self._live.clear()
         self._moments.clear()
+        self._kept.clear()
         self._deferred.clear()

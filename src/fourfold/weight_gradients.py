@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.kept import dear
+
 
 class WeightGradients:
     """Takes over the weight gradients of a model's linear and embedding layers.
@@ -45,9 +47,9 @@ class WeightGradients:
         for weight, modules in uses.items():
             if weight.ndim == 2 and len(modules) == 1 and type(modules[0]) is nn.Linear:
                 self._written_first.add(weight)
-        for module in model.modules():
+        for name, module in model.named_modules():
             if type(module) is nn.Linear:
-                module.forward = _linear(module, self)  # type: ignore[method-assign, assignment]
+                module.forward = _linear(module, name.rpartition(".")[2], self)  # type: ignore[method-assign, assignment]
             elif type(module) is nn.Embedding:
                 module.forward = _embedding(module, self)  # type: ignore[method-assign, assignment]
 
@@ -138,19 +140,21 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b, whose backward returns the input gradient and hands the rest to `WeightGradients`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, sink: WeightGradients
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # The parameters themselves, not saved copies: hooks on saved tensors may pack those elsewhere.
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
-        return F.linear(x, weight, bias)
+        return dear(name, lambda: F.linear(x, weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         input_gradient = torch.mm(rows, ctx.weight).view_as(x) if ctx.needs_input_grad[0] else None
         ctx.sink.add(ctx.weight, ctx.bias, x.reshape(-1, x.shape[-1]), rows)
-        return input_gradient, None, None, None
+        return input_gradient, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -169,10 +173,10 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def _linear(layer: nn.Linear, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
+def _linear(layer: nn.Linear, name: str, sink: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _Linear.apply(x, layer.weight, layer.bias, sink)
+            return _Linear.apply(x, layer.weight, layer.bias, name, sink)
         return F.linear(x, layer.weight, layer.bias)
 
     return forward

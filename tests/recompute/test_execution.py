@@ -19,8 +19,8 @@ from fourfold.models import Decoder, Microbatch, Piece
 from fourfold.models.parameters import parameter_sites
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Kind, Program
-from fourfold.program.liveness import peak_bytes
-from fourfold.recompute.plan import Block, forwards, plan
+from fourfold.program.liveness import Block, peak_bytes
+from fourfold.recompute.plan import forwards, plan
 from fourfold.segment import Segment
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
@@ -30,7 +30,9 @@ from tests.memory import counting_kept_bytes
 from tests.programs import REPLICAS
 from tests.ranks import RankPool
 
-POLICIES = ["full", "every:2", "sqrt", "slots:2", "min", "budget:0.0006"]
+POLICIES = [
+    "full", "every:2", "sqrt", "slots:2", "min", "budget:0.0006", "selective", "selective:attention"
+]  # fmt: skip
 MICROBATCHES, BATCH, LENGTH = 3, 12, 16
 TINY = ModelSpec.preset("tiny")
 
@@ -107,7 +109,7 @@ def test_one_rank_gets_the_same_bits(noisy: bool) -> None:
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "pp2:1f1b", "pp2:zb-h1", "pp2:gpipe", "tp2", "cp2"])
 def test_ranks_get_the_same_bits(ranks: RankPool, layout: str) -> None:
-    assert ranks(2, differing, layout, "tp" not in layout, ["full", "min"]) == [[], []]
+    assert ranks(2, differing, layout, "tp" not in layout, ["full", "min", "selective"]) == [[], []]
 
 
 def test_dropout_would_show() -> None:
@@ -234,7 +236,7 @@ def test_no_more_is_kept_than_planned(policy: str) -> None:
     with counting_kept_bytes() as kept:
         step()
         assert kept.now_bytes == 0
-    tapes = peak_bytes(program, input_bytes=[0] * BLOCKS, tape_bytes=[1] * BLOCKS)[0]
+    tapes = peak_bytes(program, [Block(1.0, 0, 1)] * BLOCKS)[0]
     one = 2 * 12 * 8 * 4  # the linear layer's input and tanh's output: 12 tokens of 8 channels in float32
     assert kept.peak_bytes == tapes * one
     expected = {"none": 2 * BLOCKS, "full": 1, "every:8": 8, "sqrt": 8}

@@ -5,7 +5,7 @@ import pytest
 from fourfold.build import Sharding, build
 from fourfold.layer.schedules import schedule
 from fourfold.program import Action, Kind, Program, clock
-from fourfold.recompute.plan import Block
+from fourfold.program.liveness import Block
 from fourfold.specs.recompute_name import RecomputeName
 from tests.programs import FSDP, REPLICAS, own_units, written
 

@@ -1,16 +1,15 @@
 """The planner: its forwards against closed forms and every other plan, its memory against the program's."""
 
 from functools import cache
-from math import comb, inf
+from math import comb
 
 import pytest
 
 from fourfold.build import Sharding, build
-from fourfold.errors import UserError
 from fourfold.layer.schedules import gpipe, one_forward_one_backward
 from fourfold.program import Program
-from fourfold.program.liveness import peak_bytes
-from fourfold.recompute.plan import GIGABYTE, Block, forwards, plan
+from fourfold.program.liveness import Block, peak_bytes
+from fourfold.recompute.plan import forwards, plan
 from fourfold.specs import REPLICATED
 from fourfold.specs.recompute_name import RecomputeName
 from tests.programs import own_units
@@ -33,11 +32,7 @@ def program(policy: str, chain: list[Block], *, microbatches: int = 1, all_first
 
 
 def peak(policy: str, chain: list[Block], *, microbatches: int = 1, all_first: bool = False) -> int:
-    (found,) = peak_bytes(
-        program(policy, chain, microbatches=microbatches, all_first=all_first),
-        input_bytes=[block.input_bytes for block in chain],
-        tape_bytes=[block.tape_bytes for block in chain],
-    )
+    (found,) = peak_bytes(program(policy, chain, microbatches=microbatches, all_first=all_first), chain)
     return found
 
 
@@ -122,76 +117,3 @@ def test_where_the_backward_comes_later_inputs_are_all_that_is_held() -> None:
 def test_the_memory_of_a_policy(policy: str, bytes_: int) -> None:
     """64 blocks with an input of 1 and a tape of 10, the backward at once."""
     assert peak(policy, [Block(1.0, 1, 10)] * 64) == bytes_
-
-
-UNEQUAL = [
-    Block(1.0, 2, 9),
-    Block(5.0, 3, 4),
-    Block(1.0, 2, 12),
-    Block(0.5, 4, 20),
-    Block(7.0, 1, 3),
-    Block(2.0, 2, 6),
-]
-
-
-def seconds(found: tuple[tuple[int, ...], ...], chain: list[Block]) -> float:
-    return sum(chain[block].forward_seconds for again in found for block in again)
-
-
-def best_within(budget: int, chain: list[Block]) -> float:
-    """The least time of what runs again within a budget, the backward at once: by trying every choice."""
-
-    @cache
-    def back(i: int, j: int, spare: int) -> float:
-        """With the input of i kept apart; the first way down the tree included."""
-        here = chain[i]
-        if j == i + 1:
-            return here.forward_seconds if spare >= here.tape_bytes - here.input_bytes else inf
-        found = inf
-        keep = spare - (here.tape_bytes - here.input_bytes) - chain[i + 1].input_bytes
-        if keep >= 0:
-            found = here.forward_seconds + back(i + 1, j, keep)
-        for k in range(i + 1, j):
-            if max(block.input_bytes for block in chain[i + 1 : k + 1]) <= spare:
-                run = sum(block.forward_seconds for block in chain[i:k])
-                found = min(found, run + back(k, j, spare - chain[k].input_bytes) + back(i, k, spare))
-        return found
-
-    first = sum(block.forward_seconds for block in chain)
-    return back(0, len(chain), budget - chain[0].input_bytes) - first
-
-
-def test_a_budget_is_kept_and_used_as_well_as_can_be() -> None:
-    """From the least that works to more than everything: within the budget, and no other plan is quicker."""
-    times = []
-    for budget in range(22, 60):
-        found = plan(RecomputeName.parse(policy_text(budget)), UNEQUAL, at_once=True)
-        times.append(seconds(found, UNEQUAL))
-        assert times[-1] == pytest.approx(best_within(budget, UNEQUAL)), budget
-        assert peak(policy_text(budget), UNEQUAL) <= budget
-    assert times == sorted(times, reverse=True)
-    assert times[0] > 0
-    assert times[-1] == 0
-
-
-def policy_text(budget: int) -> str:
-    return f"budget:{(budget + 0.5) / GIGABYTE!r}"
-
-
-@pytest.mark.parametrize("budget", [30, 45, 60, 100, 200])
-def test_a_budget_is_for_all_microbatches_on_their_way(budget: int) -> None:
-    held = peak(policy_text(budget), UNEQUAL, microbatches=3, all_first=True)
-    assert held <= budget
-    if budget >= 3 * sum(block.tape_bytes for block in UNEQUAL):
-        assert held == 3 * sum(block.tape_bytes for block in UNEQUAL), "nothing runs again"
-
-
-def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
-    chain = [Block(1.0, GIGABYTE // 10, GIGABYTE)] * 8
-    with pytest.raises(UserError) as error:
-        plan(RecomputeName.parse("budget:1"), chain, at_once=False, in_flight=4)
-    assert str(error.value) == (
-        "recompute='budget:1' is too little: the activations of a stage of 8 blocks take 1.4 GB at least: "
-        "use budget:1.43 or more, or smaller microbatches"
-    )
-    assert plan(RecomputeName.parse("budget:1.43"), chain, at_once=False, in_flight=4)

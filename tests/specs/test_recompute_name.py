@@ -29,7 +29,7 @@ def test_a_name_is_read_and_printed_back(text: str, name: str, number: float | N
 
 def test_every_written_policy_is_one() -> None:
     assert [str(RecomputeName.parse(text)) for text in written_policies()] == [
-        "none", "full", "every:2", "sqrt", "slots:3", "min", "budget:1.5",
+        "none", "full", "every:2", "sqrt", "selective", "slots:3", "min", "budget:1.5",
     ]  # fmt: skip
 
 
@@ -39,6 +39,8 @@ def test_every_written_policy_is_one() -> None:
         ("ful", "recompute='ful' does not exist. Did you mean 'full'? Use none, full, every:2, sqrt, "),
         ("full:2", "recompute='full:2': full takes no number, write full"),
         ("every", "recompute='every' needs a number (every how many blocks): write e.g. every:2"),
+        ("selective:", "recompute='selective:': '' is nothing that can be kept."),
+        ("selective:q_prj", "'q_prj' is nothing that can be kept. Did you mean 'q_proj'? Use attention, q_"),
         ("slots:0", "the number (inputs kept) must be a whole number from 1: write e.g. slots:3"),
         ("slots:1.5", "the number (inputs kept) must be a whole number from 1: write e.g. slots:3"),
         ("budget:-1", "the number (gigabytes (10^9 bytes)) must be more than 0: write e.g. budget:1.5"),
@@ -49,6 +51,18 @@ def test_a_wrong_name_says_what_works(text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         RecomputeName.parse(text)
     assert message in str(error.value)
+
+
+def test_what_is_kept_is_a_list_of_names() -> None:
+    """Given, or by default: attention and products that a tape needs; with tp a sum, not a part of it."""
+    found = RecomputeName.parse("selective:attention+sum+attention")
+    assert str(found) == "selective:attention+sum"
+    assert found.keeps(tp=1) == found.keeps(tp=2) == {"attention", "sum"}
+    default = {"attention", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert str(RecomputeName.parse("selective")) == "selective"
+    assert RecomputeName.parse("selective").keeps(tp=1) == default | {"o_proj"}
+    assert RecomputeName.parse("selective").keeps(tp=2) == default | {"sum"}
+    assert RecomputeName.parse("full").keeps(tp=2) == frozenset()
 
 
 def run_file(recompute: object) -> dict[str, object]:

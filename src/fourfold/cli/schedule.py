@@ -160,8 +160,8 @@ def _schedule(
 
 def _recomputed(schedule: "Program") -> "Program":
     """The schedule with activation checkpointing, each stage a block."""
+    from fourfold.program.liveness import Block
     from fourfold.recompute.insertion import with_recomputation
-    from fourfold.recompute.plan import Block
     from fourfold.specs.recompute_name import RecomputeName
 
     count = schedule.num_segments

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fourfold.collectives import moves, reductions
+from fourfold.kept import GATHER, SUM, dear
 from fourfold.mesh import Axis
 
 
@@ -92,7 +93,7 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return reductions.all_reduce_(x.clone(memory_format=torch.contiguous_format), axis)
+        return dear(SUM, lambda: reductions.all_reduce_(x.clone(memory_format=torch.contiguous_format), axis))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +126,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _gathered(x, axis, dim)
+        return dear(GATHER, lambda: _gathered(x, axis, dim))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -136,7 +137,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return reductions.reduce_scatter(_parts_first(x, axis, dim), axis).squeeze(0)
+        return dear(SUM, lambda: reductions.reduce_scatter(_parts_first(x, axis, dim), axis).squeeze(0))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

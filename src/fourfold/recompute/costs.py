@@ -2,12 +2,19 @@
 
 from fourfold.flops import forward_flops
 from fourfold.memory import tokens_of_logits
-from fourfold.recompute.plan import Block
+from fourfold.program.liveness import Block
 from fourfold.specs.model import ModelSpec
 
 
 def decoder_blocks(
-    spec: ModelSpec, *, rows: int, sequence_length: int, itemsize: int, cp: int = 1, tp: int = 1
+    spec: ModelSpec,
+    *,
+    rows: int,
+    sequence_length: int,
+    itemsize: int,
+    cp: int = 1,
+    tp: int = 1,
+    keeps: frozenset[str] = frozenset(),
 ) -> list[Block]:
     """The embedding, each layer and the head of a decoder, on one microbatch of a rank.
 
@@ -19,6 +26,10 @@ def decoder_blocks(
     comes on top. The head keeps its input, the norm's output, and the logits of one chunk. Rotary angles are
     shared by all layers, labels lie in the batch, and the weights are no part of a tape.
 
+    For its weight gradients a layer needs what its linear layers read (the two norms' outputs, attention's,
+    the product) and the gradients of what they gave. For the head these are the norm's output and the
+    gradients of the logits of *all* tokens.
+
     Rows are taken as one document each. On the ranks of tp the channels of the residual stream count whole:
     sequence parallelism keeps less.
 
@@ -29,6 +40,7 @@ def decoder_blocks(
         itemsize: bytes of an element in the dtype that computation runs in.
         cp: over how many ranks the tokens are cut.
         tp: over how many ranks heads, feed-forward and vocabulary are cut.
+        keeps: the names of the results that a layer's forward leaves where it is to run again.
     """
     tokens = rows * -(-sequence_length // cp)
     high = max(itemsize, 4)
@@ -40,9 +52,18 @@ def decoder_blocks(
     layer = 4 * stream + tokens * (itemsize * (heads * D + 4 * -(-spec.intermediate_size // tp)) + numbers)
     chunk = min(tokens, tokens_of_logits(spec.vocab_size, itemsize=itemsize, ranks=tp))
     head = 2 * stream + tokens * high + chunk * -(-spec.vocab_size // tp) * itemsize
+    # Of q, k, v and attention's output, and of gate, up and the product; two results go into the stream.
+    linear = 4 * stream + tokens * itemsize * (2 * (H + K) * D + 3 * -(-spec.intermediate_size // tp))
+    logits = tokens * -(-spec.vocab_size // tp) * itemsize
+    queries, inner = tokens * H * D * itemsize, tokens * -(-spec.intermediate_size // tp) * itemsize
+    results = {"attention": queries + tokens * H * high, "q_proj": queries, "sum": 2 * stream}
+    results |= {"gather": 2 * stream, "o_proj": stream, "down_proj": stream}
+    results |= dict.fromkeys(("k_proj", "v_proj"), tokens * K * D * itemsize)
+    results |= dict.fromkeys(("gate_proj", "up_proj"), inner)
+    kept = sum(results[name] for name in keeps)
     flops = forward_flops(spec, sequence_length)
     return [
         Block(flops.embed, 0, 0),
-        *[Block(flops.layer, stream, layer)] * spec.num_hidden_layers,
-        Block(flops.head, stream, head),
+        *[Block(flops.layer, stream, layer, linear, kept)] * spec.num_hidden_layers,
+        Block(flops.head, stream, head, stream + logits),
     ]

@@ -16,7 +16,8 @@ Griewank and Walther 2000 ("Revolve"). Every policy is such a tree of choices:
   ``sqrt`` is ``every:k`` with k the root of the number of blocks;
 - ``slots:s`` takes the cheapest choices with s inputs kept, the chain's own included, and one tape;
   ``min`` is ``slots:1``;
-- ``budget`` takes the cheapest choices within so many bytes.
+- ``budget`` takes the cheapest choices within so many bytes (`fourfold.recompute.budget`);
+- ``selective`` is ``full``, with results kept inside each block (`fourfold.kept`).
 
 [Note: at once] Where the backward follows right after the forward, the forward itself is the first part of
 the plan: the last blocks leave their tapes at once. Where other work comes between, as in a pipeline, what
@@ -25,35 +26,13 @@ with a budget, tapes) only as far as the policy allows, and the last blocks run 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil, inf, isqrt
+from math import inf, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.errors import UserError
+from fourfold.program.liveness import Block
 from fourfold.specs.recompute_name import RecomputeName
-
-GIGABYTE = 10**9
-
-MEMORY_STEPS = 400
-"""A budget is divided into so many parts, and sizes are rounded up to whole ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block of a chain, on one microbatch.
-
-    Attributes:
-        forward_seconds: of its forward, in any one unit.
-        input_bytes: of its input.
-        tape_bytes: of what its forward keeps for its backward, its input included.
-    """
-
-    forward_seconds: float = 1.0
-    input_bytes: int = 1
-    tape_bytes: int = 1
-
 
 Plan = tuple[tuple[int, ...], ...]
 """For each block, the blocks that are computed again right before its backward, in order."""
@@ -65,45 +44,32 @@ _Costs = NDArray[np.float64]
 """By memory to spare, in steps: the time of the forwards; infinite where that is not enough."""
 
 
-def plan(policy: RecomputeName, chain: Sequence[Block], *, at_once: bool, in_flight: int = 1) -> Plan:
-    """Return what ``policy`` computes again.
+def plan(policy: RecomputeName, chain: Sequence[Block], *, at_once: bool) -> Plan:
+    """Return what ``policy`` computes again. A budget is in `fourfold.recompute.budget`.
 
     Args:
         policy: by name.
         chain: the blocks of a stage.
         at_once: whether the backward follows right after the forward.
-        in_flight: of how many microbatches the stage holds what their forwards left, at most.
-
-    Raises:
-        UserError: where a budget is too small, with one that is not.
     """
     blocks, number = len(chain), policy.number
     if policy.is_none or not chain:
         return ((),) * blocks
     match policy.name:
-        case "full" | "every" | "sqrt":
-            group = {"full": 1, "every": int(number or 1), "sqrt": _root(blocks)}[policy.name]
+        case "full" | "selective" | "every" | "sqrt":
+            group = {"full": 1, "selective": 1, "every": int(number or 1), "sqrt": _root(blocks)}[policy.name]
             return _every(group, blocks, at_once=at_once)
-        case "min" | "slots":
+        case _:
+            assert policy.name in ("min", "slots"), "a budget is planned for a whole rank"
             slots = min(int(number or 1), blocks)
             alike = [Block(block.forward_seconds) for block in chain]
-            found = _Cheapest(alike, steps=slots, keep_tapes=False)
+            found = Cheapest(alike, steps=slots, keep_tapes=False)
             return found.plan(held=None if at_once else slots - 1, steps=slots)
-        case _:
-            assert number is not None
-            return _within(int(number * GIGABYTE), chain, at_once=at_once, in_flight=in_flight, policy=policy)
 
 
 def forwards(found: Plan) -> int:
     """How many forwards of a block a plan runs in all, the first of each included."""
     return len(found) + sum(len(again) for again in found)
-
-
-def least_bytes(chain: Sequence[Block], in_flight: int = 1) -> int:
-    """The least that the inputs and tapes of a chain may take: the chain's input, and one tape at a time."""
-    first = chain[0]
-    later = [block.tape_bytes for block in chain[1:]]
-    return in_flight * first.input_bytes + max([first.tape_bytes - first.input_bytes, *later])
 
 
 def _root(blocks: int) -> int:
@@ -168,7 +134,7 @@ def _unrolled(
     return tuple(before)
 
 
-class _Cheapest:
+class Cheapest:
     """The cheapest choices for a chain, for any memory to spare up to some steps.
 
     Args:
@@ -288,40 +254,6 @@ class _Cheapest:
                 stop[better] = k
             costs[i], stops[i] = best, stop
         return costs, stops
-
-
-def _within(
-    budget_bytes: int, chain: Sequence[Block], *, at_once: bool, in_flight: int, policy: RecomputeName
-) -> Plan:
-    """The cheapest plan within a budget."""
-    least = least_bytes(chain, 1 if at_once else in_flight)
-    copies = 1 if at_once else in_flight
-    spare_bytes = budget_bytes - copies * chain[0].input_bytes
-    step = max(1, ceil(spare_bytes / MEMORY_STEPS))
-    sizes = [
-        Block(block.forward_seconds, ceil(block.input_bytes / step), ceil(block.tape_bytes / step))
-        for block in chain
-    ]
-    steps = spare_bytes // step
-    best: tuple[float, int | None, int] = inf, None, 0
-    if steps >= 0:
-        cheapest = _Cheapest(sizes, steps=steps, keep_tapes=True)
-        # What one microbatch holds, all on their way hold; the rest is for the one that is gone back over.
-        ways = [(held, steps - (copies - 1) * held) for held in _grid(steps // copies)]
-        for held, spare in [(None, steps)] if at_once else ways:
-            best = min(best, (cheapest.cost(held=held, steps=spare), held, spare), key=lambda way: way[0])
-    if best[0] == inf:
-        enough = 1.02 * least / GIGABYTE
-        raise UserError(
-            f"recompute='{policy}' is too little: the activations of a stage of {len(chain)} blocks take "
-            f"{least / GIGABYTE:.3g} GB at least: use budget:{enough:.3g} or more, or smaller microbatches"
-        )
-    return cheapest.plan(held=best[1], steps=best[2])
-
-
-def _grid(most: int) -> list[int]:
-    """Some numbers from 0 to ``most``, both included."""
-    return sorted({round(most * part / 16) for part in range(17)})
 
 
 def _shifted(costs: _Costs, steps: int) -> _Costs:
