@@ -1,7 +1,8 @@
 """Partitions and rectangles: every pair exactly once, balanced work."""
 
+import math
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -110,3 +111,37 @@ def test_short_documents_stay_whole() -> None:
 def test_a_row_shorter_than_the_ranks() -> None:
     partition = partition_of((2, 1), 4)
     assert sorted(partition.counts()) == [0, 1, 1, 1]
+
+
+@given(
+    st.lists(st.integers(1, 600), min_size=1, max_size=60).map(tuple),
+    st.integers(1, 8),
+    st.sampled_from([None, 1, 7, 100]),
+)
+def test_work_is_counted_as_token_by_token(
+    documents: tuple[int, ...], ranks: int, window: int | None
+) -> None:
+    partition = partition_of(documents, ranks)
+    seen = [min(i + 1, window or i + 1) for size in documents for i in range(size)]
+    expected = [sum(seen[token] for token in stream(partition, rank)) for rank in range(ranks)]
+    assert partition.work(documents, window) == expected
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=80), st.sampled_from([2, 3, 4, 8]))
+def test_any_pack_is_balanced(logarithms: list[float], ranks: int) -> None:
+    """Documents of 1 to 8000 tokens, at least 512 tokens a rank: at most 1.05 times the mean work."""
+    documents = tuple(int(math.exp(logarithm)) for logarithm in logarithms)
+    short = 512 * ranks - sum(documents)
+    documents += (short,) if short > 0 else ()
+    work = partition_of(documents, ranks).work(documents)
+    assert ranks * max(work) <= 1.05 * sum(work)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("documents", [(4096,) * 8, (1024,) * 32])
+def test_what_fits_whole_is_not_cut(documents: tuple[int, ...], ranks: int) -> None:
+    """Equal documents, one or more a rank: no rank needs a key of another."""
+    partition = partition_of(documents, ranks)
+    for q_rank, k_rank in product(range(ranks), repeat=2):
+        needed = keys_needed(partition, q_rank, k_rank, documents, causal=True, window=None)
+        assert bool(needed) == (q_rank == k_rank)

@@ -6,12 +6,20 @@ many tokens a rank holds depends on the length of the row alone, so rows of diff
 With causal attention late tokens attend to more than early ones. A long document is cut *zigzag*: into 2N
 chunks, of which rank r holds chunks r and 2N - 1 - r, and all ranks have the same work (as in
 ring-flash-attention). Short documents stay whole where they can: what one rank holds alone is never sent.
+
+[Note: whole unless it unbalances] At first only documents that are longer than a rank's share of the row are
+cut. While the busiest rank has more than 1.05 times the mean work, those of half that length are cut as well,
+and so on. So what is cut, and sent, is as little as balance allows.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+
+MOST_IMBALANCE = 1.05
+"""The busiest rank's pairs over the mean, where fewer cuts are worth it."""
 
 Run = tuple[int, int]
 """A half-open interval of a row's tokens."""
@@ -37,13 +45,24 @@ class Partition:
 
     def work(self, documents: Sequence[int], window: int | None = None) -> list[int]:
         """The pairs of query and key that each rank computes with causal attention."""
-        begins = [
-            begin for begin, end in pairwise(accumulate(documents, initial=0)) for _ in range(begin, end)
-        ]
-        return [
-            sum(min(i - begins[i] + 1, window or i + 1) for start, stop in runs for i in range(start, stop))
-            for runs in self.runs
-        ]
+        bounds = list(accumulate(documents, initial=0))
+        found = []
+        for runs in self.runs:
+            pairs = 0
+            for start, stop in runs:
+                document = bisect_right(bounds, start) - 1
+                while start < stop:
+                    begin, end = bounds[document], min(bounds[document + 1], stop)
+                    pairs += _pairs(end - begin, window) - _pairs(start - begin, window)
+                    start, document = end, document + 1
+            found.append(pairs)
+        return found
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """What the first tokens of a document see."""
+    within = min(tokens, window or tokens)
+    return within * (within + 1) // 2 + (tokens - within) * within
 
 
 def tokens_of_ranks(length: int, ranks: int) -> list[int]:
@@ -64,11 +83,29 @@ def partition_of(documents: tuple[int, ...], ring: int, ulysses: int = 1) -> Par
         ring: ranks between which keys and values travel.
         ulysses: ranks that exchange tokens for heads.
     """
-    length = sum(documents)
-    counts = tokens_of_ranks(length, ring)
-    owner = _owners(documents, ring)
-    dealt = _runs(_exact(owner, counts), ring)
+    dealt = _balanced(documents, ring).runs
     return Partition(tuple(part for runs in dealt for part in _parts(runs, ulysses)))
+
+
+def _balanced(documents: tuple[int, ...], ranks: int) -> Partition:
+    """Deal a row to ranks; see [Note: whole unless it unbalances]."""
+    length = sum(documents)
+    counts = tokens_of_ranks(length, ranks)
+    longest = max(counts)
+    best = _dealt(documents, counts, longest)
+    work = best.work(documents)
+    while ranks * max(work) > MOST_IMBALANCE * sum(work) and longest > 1:
+        longest //= 2
+        other = _dealt(documents, counts, longest)
+        if max(other.work(documents)) < max(work):
+            best, work = other, other.work(documents)
+    return best
+
+
+def _dealt(documents: Sequence[int], counts: Sequence[int], longest: int) -> Partition:
+    """Deal so many tokens to each rank; documents of more than ``longest`` are cut zigzag."""
+    owners = _owners(documents, counts, longest)
+    return Partition(tuple(map(tuple, _runs(_exact(owners, counts), len(counts)))))
 
 
 def contiguous(length: int, ranks: int) -> Partition:
@@ -77,11 +114,15 @@ def contiguous(length: int, ranks: int) -> Partition:
     return Partition(tuple((run,) if run[0] < run[1] else () for run in pairwise(bounds)))
 
 
-def _owners(documents: Sequence[int], ranks: int) -> list[tuple[int, int]]:
-    """The stream as (tokens, rank) after tokens, balanced, without regard to how many each rank may hold."""
-    length = sum(documents)
-    is_long = [4 * ranks * size >= length for size in documents]
-    rest = tokens_of_ranks(length, ranks)
+def _owners(documents: Sequence[int], counts: Sequence[int], longest: int) -> list[tuple[int, int]]:
+    """The stream as (tokens, rank) after tokens, without regard to how many each rank may hold.
+
+    Documents of more than ``longest`` tokens are cut zigzag. The others stay whole, each on the rank that has
+    most room left, the longest first.
+    """
+    ranks = len(counts)
+    is_long = [size > longest for size in documents]
+    rest = list(counts)
     spans: dict[int, list[tuple[int, int]]] = {}
     for index, size in enumerate(documents):
         if is_long[index]:
