@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fourfold.models.attention import attention
-from fourfold.sequence.engine import Forward, OnCPU, Plain, attend, attend_backward
+from fourfold.sequence.engine import Forward, OnCPU, Plain, _query_blocks, attend, attend_backward
 from fourfold.sequence.partition import partition_of
 from fourfold.sequence.rectangles import Rectangle, rectangles
 from fourfold.sequence.ring import _merge_
@@ -42,6 +42,21 @@ def test_the_kernel_equals_the_formulas(piece: Rectangle, heads: int, kv_heads: 
     expected = Plain().backward(grad, forward, piece, 0.4)
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(256, 1), (257, 3), (600, 5), (1024, 8), (1025, 1)])
+def test_squares_in_blocks_equal_the_formulas(size: int, blocks: int) -> None:
+    piece = Rectangle(3, 3 + size, 3, 3 + size, 0, causal=True)
+    assert len(_query_blocks(piece)) == blocks
+    q, k, v, grad = tensors(piece, 2, 1, torch.float64)
+    out, lse = attend(q, k, v, piece, 0.4)
+    plain_out, plain_lse = Plain().forward(q, k, v, piece, 0.4)
+    torch.testing.assert_close(out, plain_out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-12)
+    forward = Forward(q, k, v, out, lse)
+    found, expected = (kind.backward(grad, forward, piece, 0.4) for kind in (OnCPU(), Plain()))
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())

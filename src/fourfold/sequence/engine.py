@@ -15,7 +15,7 @@ do not check is checked here:
 - causal is aligned at the top left on a CPU and at the bottom right on CUDA: it is used for squares alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,7 +39,7 @@ def attend(
         piece: which pairs see each other.
         scale: of the scores.
     """
-    _check(q_BSHD, k_BSKD, v_BSKD)
+    _check(q_BSHD, k_BSKD, v_BSKD, piece)
     return _engine(q_BSHD).forward(q_BSHD, k_BSKD, v_BSKD, piece, scale)
 
 
@@ -65,7 +65,7 @@ def attend_backward(
     grad_BSHD: Tensor, forward: Forward, piece: Rectangle, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a rectangle's queries, keys and values, from that of its output."""
-    _check(forward.q, forward.k, forward.v)
+    _check(forward.q, forward.k, forward.v, piece)
     return _engine(forward.q).backward(grad_BSHD, forward, piece, scale)
 
 
@@ -82,19 +82,53 @@ class Engine(Protocol):
 
 
 class OnCPU:
-    """PyTorch's flash attention for the CPU: any float, grouped heads, any strides but the last."""
+    """PyTorch's flash attention for the CPU: any float, grouped heads, any strides but the last.
+
+    [Note: squares in blocks] The kernel takes keys in blocks of 512 and computes each block whole, with what
+    the causal mask then throws away. So squares of up to 1024 go in blocks of 128 queries with the keys that
+    these see. On one core with 4 rows of 512 tokens, 8 heads on 4 of 32 channels, in milliseconds of CPU:
+    24.4 instead of 26.0 forward, 50 instead of 69 backward; nothing is won up to 256 and from 2048 on.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
         """See `attend`."""
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(q, k, v), 0.0, _is_square(piece), attn_mask=_mask(piece, q), scale=scale
-        )
-        return out.transpose(1, 2), lse
+        blocks = _query_blocks(piece)
+        if len(blocks) == 1:
+            return self._forward(q, k, v, piece, scale)
+        found = [
+            self._forward(q[:, queries], k[:, keys], v[:, keys], block, scale)
+            for block, queries, keys in blocks
+        ]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
     def backward(
         self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attend_backward`."""
+        blocks = _query_blocks(piece)
+        if len(blocks) == 1:
+            return self._backward(grad, forward, piece, scale)
+        q, k, v, out, lse = forward.q, forward.k, forward.v, forward.out, forward.lse
+        dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=k.device) for _ in range(2))
+        dqs = []
+        for block, queries, keys in blocks:
+            part = Forward(q[:, queries], k[:, keys], v[:, keys], out[:, queries], lse[:, :, queries])
+            dq, dk_block, dv_block = self._backward(grad[:, queries], part, block, scale)
+            dqs.append(dq)
+            dk[:, keys] += dk_block
+            dv[:, keys] += dv_block
+        return torch.cat(dqs, 1), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, piece: Rectangle, scale: float) -> Partial:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_heads_first(q, k, v), 0.0, _is_square(piece), attn_mask=_mask(piece, q), scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def _backward(
+        self, grad: Tensor, forward: Forward, piece: Rectangle, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_heads_first(grad, forward.q, forward.k, forward.v, forward.out), forward.lse, 0.0,
             _is_square(piece), attn_mask=_mask(piece, grad), scale=scale,
@@ -165,26 +199,39 @@ class Plain:
 
 
 def _engine(q: Tensor) -> Engine:
-    if q.device.type == "cpu":
+    if q.device.type in ("cpu", "meta"):  # what it returns has the same shapes on every device
         return OnCPU()
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         return OnCUDA()
     return Plain()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, piece: Rectangle) -> None:
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "head_dim must be contiguous"
     assert q.shape[2] % k.shape[2] == 0, "the key/value heads must divide the query heads"
     assert q.shape[1] > 0, "a rectangle has queries"
     assert k.shape[1] > 0, "a rectangle has keys"
+    is_diagonal = piece.causal and piece.window is None
+    assert _is_square(piece) or not is_diagonal, "causal pieces are squares"
 
 
 def _is_square(piece: Rectangle) -> bool:
-    """Whether the kernel's own causal mask is the right one: a square without a window."""
-    if not piece.causal or piece.window is not None:
-        return False
-    assert piece.q_stop - piece.q_start == piece.k_stop - piece.k_start, "causal pieces are squares"
-    return True
+    """Whether the kernel's own causal mask is the right one: a square on the diagonal without a window."""
+    queries, keys = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+    return piece.causal and piece.window is None and piece.ahead == 0 and queries == keys
+
+
+def _query_blocks(piece: Rectangle) -> list[tuple[Rectangle, slice, slice]]:
+    """A rectangle in parts, with their queries and keys in it; see [Note: squares in blocks]."""
+    size = piece.q_stop - piece.q_start
+    step = 128 if _is_square(piece) and 256 < size <= 1024 else size
+    found = []
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        keys = stop if step < size else piece.k_stop - piece.k_start
+        block = replace(piece, q_start=start, q_stop=stop, k_start=0, k_stop=keys, ahead=piece.ahead + start)
+        found.append((block, slice(start, stop), slice(0, keys)))
+    return found
 
 
 def _allowed(piece: Rectangle, device: torch.device) -> Tensor | None:
@@ -198,13 +245,11 @@ def _allowed(piece: Rectangle, device: torch.device) -> Tensor | None:
 
 
 def _mask(piece: Rectangle, q: Tensor) -> Tensor | None:
-    """What is added to the scores of a band; None where the kernel needs no mask."""
-    allowed = None if piece.window is None else _allowed(piece, q.device)
-    return (
-        None
-        if allowed is None
-        else torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, float("-inf"))
-    )
+    """What is added to the scores; None where the kernel needs no mask."""
+    allowed = None if _is_square(piece) else _allowed(piece, q.device)
+    if allowed is None:
+        return None
+    return torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def _window_from_the_corner(piece: Rectangle) -> tuple[int | None, int | None]:
