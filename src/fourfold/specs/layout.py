@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fourfold.errors import UserError, choices, nearest
+from fourfold.sequence.costs import heads_sent
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.schedule_name import ScheduleName
@@ -118,13 +119,18 @@ class Layout:
     def ulysses(self, model: ModelSpec) -> int:
         """How many ranks of cp exchange tokens for heads; between the groups of so many is a ring.
 
-        As many as the heads allow, unless the layout says otherwise: such an exchange sends less than a ring
-        from a few ranks on, and leaves attention in one piece.
+        Unless the layout says otherwise: of those that the heads allow, the one that sends least for long
+        documents, by formula. Of two that send as much, the larger: it leaves attention in fewer pieces.
         """
         option = self.options.get("cp")
         if option is not None:
             return 1 if option == "ring" else int(option.removeprefix("ulysses") or self.cp)
-        return max(size for size in divisors(self.cp) if not self._ulysses_problems(model, size))
+        heads, kv_heads = model.num_attention_heads // self.tp, max(1, model.num_key_value_heads // self.tp)
+        fitting = [size for size in divisors(self.cp) if not self._ulysses_problems(model, size)]
+        return min(
+            reversed(fitting),
+            key=lambda size: heads_sent(heads, kv_heads, ring=self.cp // size, ulysses=size),
+        )
 
     def _ulysses_problems(self, model: ModelSpec, size: int) -> list[str]:
         """The rules of heads that ``size`` ranks break: whole query heads, and equal copies of the others."""
