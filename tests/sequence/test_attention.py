@@ -16,12 +16,12 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 def on_a_rank(
-    tensors: list[Tensor], documents: Documents, window: int | None, ulysses: int
+    tensors: list[Tensor], documents: Documents, window: int | None, ulysses: int, causal: bool = True
 ) -> tuple[tuple[tuple[range, ...], ...], Tensor, list[Tensor]]:
     """This rank's columns, output and gradients; ``tensors`` are q, k, v and the output's gradient, whole."""
     mesh = Mesh(Layout(cp=torch.distributed.get_world_size()))
     ring, near = mesh.split("cp", ulysses)
-    attend = ContextAttention(ring=ring, ulysses=near)
+    attend = ContextAttention(ring=ring, ulysses=near, causal=causal)
     columns = attend.columns(documents)
     index_BS = torch.tensor([[i for run in row for i in run] for row in columns], dtype=torch.int64)
     q, k, v, grad = (
@@ -91,6 +91,29 @@ def test_grouped_heads(ranks: RankPool, world_size: int, ulysses: int, kv_heads:
 def test_windows(ranks: RankPool, window: int) -> None:
     check(ranks, 4, 2, ((29,), (11, 18)), window=window)
     check(ranks, 3, 1, ((29,), (11, 18)), window=window)
+
+
+@pytest.mark.parametrize(("world_size", "ulysses"), [(2, 1), (2, 2), (3, 1)])
+def test_without_causal_order(ranks: RankPool, world_size: int, ulysses: int) -> None:
+    """Tokens see later ones too, of their own document alone, whoever holds them."""
+    documents = ((4, 19), (23,))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 23, 2, 6, generator=generator, dtype=torch.float64) for _ in range(4))
+    inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    of_document = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents]
+    )
+    mask = (of_document[:, :, None] == of_document[:, None])[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in inputs), attn_mask=mask, scale=0.3
+    ).transpose(1, 2)
+    gradients = torch.autograd.grad(expected, inputs, grad)
+    for columns, out, own in ranks(world_size, on_a_rank, [q, k, v, grad], documents, None, ulysses, False):
+        for row, runs in enumerate(columns):
+            index = [i for run in runs for i in run]
+            torch.testing.assert_close(out[row], expected.detach()[row, index], rtol=0, atol=1e-12)
+            for mine, whole in zip(own, gradients, strict=True):
+                torch.testing.assert_close(mine[row], whole[row, index], rtol=0, atol=1e-12)
 
 
 def errors_in_bfloat16(ranks: RankPool, world_size: int, ulysses: int) -> list[float]:
