@@ -32,7 +32,10 @@ class NamedWeights:
     cuts: Mapping[str, Cut]
 
     def whole(self, number: int, piece: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of a unit, whole, on all ranks, which all go through it together.
+        """Yield the parameters of a unit by name, whole, on all ranks, which all go through it together.
+
+        Their order in the buffer is no common one: ranks of tp that hold unequal parts of a vocabulary may
+        cut their units differently.
 
         Args:
             number: of the unit.
@@ -43,7 +46,7 @@ class NamedWeights:
         if flat is None or pp.rank != spec.holders[0]:
             flat = torch.empty(spec.numel, dtype=spec.master_dtype, device=self.mesh.device)
         broadcast_(flat, pp, source=spec.holders[0])
-        for slot in spec.slots:
+        for slot in sorted(spec.slots, key=lambda slot: slot.name):
             yield slot.name, self._over_channels(slot.name, slot.view(flat))
 
     def _over_channels(self, name: str, held: Tensor) -> Tensor:
