@@ -136,16 +136,15 @@ def test_joint_axes():
 def test_every_rule_with_values_that_work():
     assert problems("pp5,cp5,tp3", world_size=75) == [
         "pp=5 is more than num_hidden_layers=4 (Layer axis): use pp=4 or less",
-        "tp=3 does not divide num_attention_heads=8 (Channel axis): use tp=1, 2, 4 or 8",
-        "tp=3 neither divides num_key_value_heads=4 nor is a multiple of it (Channel axis): "
-        "use tp=1, 2, 4 or 8",
-        "tp=3 does not divide intermediate_size=88 (Channel axis): use tp=1, 2, 4 or 8",
+        "tp=3 does not divide num_attention_heads=8, and neither divides num_key_value_heads=4 nor is a "
+        "multiple of it, and does not divide intermediate_size=88 (Channel axis): use tp=1, 2, 4 or 8",
     ]
     eight_heads = ModelSpec(
         vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=8
     )
     assert problems("tp3", model=eight_heads)[0] == (
-        "tp=3 does not divide num_attention_heads=8 (Channel axis): use tp=1, 2, 4 or 8"
+        "tp=3 does not divide num_attention_heads=8, and neither divides num_key_value_heads=8 nor is a "
+        "multiple of it (Channel axis): use tp=1, 2, 4 or 8"
     )
     assert problems("tp4") == []  # more ranks than key/value heads: copies
     assert problems("pp2") == problems("pp4") == problems("pp2:interleaved2") == problems("pp2:zbv") == []
@@ -209,9 +208,8 @@ def test_world_size():
 def test_heads_for_ulysses():
     """8 query and 4 key/value heads."""
     assert problems("cp3:ulysses") == [
-        "ulysses=3 does not divide the 8 query heads of a rank (Sequence axis): use cp3:ring",
-        "ulysses=3 neither divides the 4 key/value heads of a rank nor is a multiple (Sequence axis): "
-        "use cp3:ring",
+        "ulysses=3 does not divide the 8 query heads of a rank, and neither divides the 4 key/value heads of "
+        "a rank nor is a multiple (Sequence axis): use cp3:ring",
     ]
     assert problems("cp8:ulysses,tp2") == [
         "ulysses=8 does not divide the 4 query heads of a rank (Sequence axis): "

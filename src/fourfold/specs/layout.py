@@ -259,7 +259,7 @@ class Layout:
         if not found:
             return []
         fitting = nearby((tp for tp in divisors(heads) if not broken(tp)), self.tp)
-        return [f"tp={self.tp} {rule} (Channel axis): use tp={fitting}" for rule in found]
+        return [f"tp={self.tp} {', and '.join(found)} (Channel axis): use tp={fitting}"]
 
     def _sequence_problems(self, model: ModelSpec) -> list[str]:
         """Where heads are exchanged for tokens, every rank gets whole heads. Sequences have any length."""
@@ -271,7 +271,7 @@ class Layout:
         others = choices(
             [f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1] + [f"cp{self.cp}:ring"]
         )
-        return [f"ulysses={size} {rule} (Sequence axis): use {others}" for rule in broken]
+        return [f"ulysses={size} {', and '.join(broken)} (Sequence axis): use {others}"]
 
     def validate(
         self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None
