@@ -3,7 +3,9 @@
 [Note: kept by name] What is dear to compute is computed through `dear`, under a name. A forward that keeps
 stores the results of the names that it is told to; when it runs again, the same calls come in the same order
 and get them back, and nothing is computed or communicated. All that stands between them is computed again,
-so the tape of the second run is the same as without.
+so the tape of the second run is the same as without. A result that this tape does not need, such as what a
+layer adds to the stream last, is neither kept nor computed again: not-a-number stands in its place, so that a
+use of it would show.
 
 Calls of `dear` stand inside an ``autograd.Function`` or below autograd, where results have no graph. The
 kernels of ``scaled_dot_product_attention`` are found by a dispatch mode. What draws random numbers is never
@@ -14,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import nan
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -43,10 +46,12 @@ class KeptResults:
 
     Args:
         names: of what is kept.
+        unread: names of what the second run does not need.
     """
 
-    def __init__(self, names: frozenset[str]):
-        self._names = names
+    def __init__(self, names: frozenset[str], unread: frozenset[str] = frozenset()):
+        self._names = names | unread
+        self._unread = unread
         self._results: deque[tuple[str, Any, tuple[int, ...]]] = deque()
         self._is_taking = False
         self._is_inside = False
@@ -90,7 +95,9 @@ class KeptResults:
         finally:
             self._is_inside = False
         # A tensor of its own: autograd gives the one that it returns a graph.
-        kept = tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result)
+        kept: Any = tuple(map(_detached, result)) if isinstance(result, tuple) else _detached(result)
+        if name in self._unread:
+            kept = kept.new_full((), nan).expand_as(kept)
         self._results.append((name, kept, _versions(kept)))
         return result
 

@@ -295,7 +295,7 @@ def parallelize(
         program,
         tensor_parallel,
         dtype=dtype,
-        keeps=recompute.keeps(tp=mesh.tp.size),
+        recompute=recompute,
     )
     return ParallelModel(
         model, mesh, stages, specs, units, program, sharded, executor, tensor_parallel, context
@@ -311,14 +311,16 @@ def _executor(
     tensor_parallel: TensorParallel | None,
     *,
     dtype: torch.dtype,
-    keeps: frozenset[str],
+    recompute: RecomputeName,
 ) -> Executor:
     """What runs the program with the segments and units of this rank."""
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
     ends = 0, len(stages.segments) - 1  # of embedding and head nothing is kept
+    ranks = mesh.tp.size
+    kept = {"keeps": recompute.keeps(tp=ranks), "unread": recompute.unread(tp=ranks)}
     segments = {
-        index: Segment(piece, weight_gradients, keeps=frozenset() if index in ends else keeps)
+        index: Segment(piece, weight_gradients, **({} if index in ends else kept))
         for index, (piece, rank) in enumerate(zip(stages.segments, stages.rank_of_segment, strict=True))
         if rank == mesh.pp.rank
     }

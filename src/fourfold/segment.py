@@ -73,14 +73,20 @@ class Segment:
         piece: the part of the model.
         weight_gradients: where the linear layers of the model put their weight gradients.
         keeps: the names of the results that stay where a forward runs again; see `fourfold.kept`.
+        unread: the names of those that the second run does not need.
     """
 
     def __init__(
-        self, piece: Piece, weight_gradients: WeightGradients, *, keeps: frozenset[str] = frozenset()
+        self,
+        piece: Piece,
+        weight_gradients: WeightGradients,
+        *,
+        keeps: frozenset[str] = frozenset(),
+        unread: frozenset[str] = frozenset(),
     ):
         self.piece = piece
         self._weight_gradients = weight_gradients
-        self._keeps = keeps
+        self._keeps, self._unread = keeps, unread
         self._kept: dict[int, KeptResults] = {}
         self._live: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
@@ -100,7 +106,7 @@ class Segment:
         self._moments[microbatch] = _Moment(batch.input_ids_BS.device, self.piece.modules)
         if not self._keeps:
             return self.evaluate(x, batch)
-        kept = self._kept[microbatch] = KeptResults(self._keeps)
+        kept = self._kept[microbatch] = KeptResults(self._keeps, self._unread)
         with kept.keeping():  # as for a backward, so that kernels give all that one needs
             return self._with_graph(x, batch)[1].detach()
 

@@ -29,6 +29,7 @@ from fourfold.sequence.rectangles import Rectangle, rectangles
 from fourfold.sequence.rows import Documents
 from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class StepWork:
             there are logits at once.
         ranks_of_data: over how many ranks of dp and fsdp the rows of ``documents`` are spread.
         convention: what causal attention computes.
+        recompute: decides what of a layer that runs again is not computed again.
     """
 
     spec: ModelSpec
@@ -100,6 +102,7 @@ class StepWork:
     itemsize: int
     ranks_of_data: int = 1
     convention: Convention = "pairs"
+    recompute: RecomputeName = NO_RECOMPUTATION
 
     def of_rank(self, program: Program, rank: int) -> StepFlops:
         """The FLOPs of a pipeline rank's step."""
@@ -134,15 +137,21 @@ class StepWork:
     def _layer(self, kind: Kind, documents: Documents) -> StepFlops:
         spec, parts = self.spec, _PARTS[kind]
         tokens = sum(map(sum, documents))
-        shapes = spec.layer_shapes()
-        weights = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
-        keys = sum(shapes[f"self_attn.{name}_proj.weight"][0] for name in "kv") * spec.hidden_size
+        kept = self._not_again if kind is Kind.RECOMPUTE else frozenset()
+        sizes = {
+            name.split(".")[-2]: shape[0] * shape[1]
+            for name, shape in spec.layer_shapes().items()
+            if len(shape) == 2
+        }
+        weights = sum(size for name, size in sizes.items() if name not in kept)
+        keys = sum(sizes[name] for name in ("k_proj", "v_proj") if name not in kept)
+        attention = 0 if "attention" in kept else parts.attention
         copies = max(1, self.layout.tp // spec.num_key_value_heads)
         needed, computed = self._pairs(documents)
         pair = flops_of_a_pair(spec)
         linear, copied = 2 * tokens * weights, 2 * tokens * keys * (copies - 1)
-        model = parts.linear * linear + parts.attention * pair * needed
-        padding = parts.linear * copied + parts.attention * pair * (computed - needed)
+        model = parts.linear * linear + attention * pair * needed
+        padding = parts.linear * copied + attention * pair * (computed - needed)
         if kind is Kind.RECOMPUTE:
             return StepFlops(recomputed=model + padding)
         again = pair // 2 * computed if parts.attention == 2 else 0
@@ -172,6 +181,12 @@ class StepWork:
         if window is None and self.convention == "pairs":
             return needed, needed  # rectangles are all or nothing, whatever the partition
         return needed, sum(_computed(row, window, self._ring, self.convention) for row in documents)
+
+    @property
+    def _not_again(self) -> frozenset[str]:
+        """The names of the results that a layer does not compute again."""
+        tp = self.layout.tp
+        return self.recompute.keeps(tp=tp) | self.recompute.unread(tp=tp)
 
     @property
     def _ring(self) -> int:

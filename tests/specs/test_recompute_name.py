@@ -58,6 +58,11 @@ def test_what_is_kept_is_a_list_of_names() -> None:
     found = RecomputeName.parse("selective:attention+sum+attention")
     assert str(found) == "selective:attention+sum"
     assert found.keeps(tp=1) == found.keeps(tp=2) == {"attention", "sum"}
+    for text in ("selective", "selective:attention"):
+        assert RecomputeName.parse(text).unread(tp=1) == {"down_proj"}
+    assert RecomputeName.parse("selective").unread(tp=2) == {"down_proj", "o_proj"}
+    assert RecomputeName.parse("selective:o_proj+sum").keeps(tp=2) == {"sum"}
+    assert RecomputeName.parse("full").unread(tp=2) == frozenset()
     default = {"attention", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert str(RecomputeName.parse("selective")) == "selective"
     assert RecomputeName.parse("selective").keeps(tp=1) == default | {"o_proj"}

@@ -57,7 +57,7 @@ def decoder_blocks(
     logits = tokens * -(-spec.vocab_size // tp) * itemsize
     queries, inner = tokens * H * D * itemsize, tokens * -(-spec.intermediate_size // tp) * itemsize
     results = {"attention": queries + tokens * H * high, "q_proj": queries, "sum": 2 * stream}
-    results |= {"gather": 2 * stream, "o_proj": stream, "down_proj": stream}
+    results |= {"gather": 2 * stream, "o_proj": stream}
     results |= dict.fromkeys(("k_proj", "v_proj"), tokens * K * D * itemsize)
     results |= dict.fromkeys(("gate_proj", "up_proj"), inner)
     kept = sum(results[name] for name in keeps)

@@ -55,14 +55,13 @@ KEPT_NAMES = {
     "o_proj": "attention's output as it goes into the stream; with tp a rank's part of the sum",
     "gate_proj": "of the feed-forward: what goes into the activation",
     "up_proj": "of the feed-forward: what is multiplied with it",
-    "down_proj": "the feed-forward's output; with tp a rank's part of the sum",
     "sum": "with tp: what goes into the stream, summed over the ranks",
     "gather": "with tp: the stream, gathered for a branch",
 }
 """What ``selective`` may keep of a layer, by name."""
 
 _DEAR = frozenset({"attention", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"})
-"""Kept by default: all matrix products but the last one, whose result no tape needs, and attention."""
+"""Kept by default: attention, and all matrix products but the last one, which no tape needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,20 @@ class RecomputeName:
 
         By default, of a sum over the ranks of tp the sum stays, not a rank's part of it.
         """
-        if self.name != "selective" or self.names:
-            return frozenset(self.names)
-        return _DEAR if tp == 1 else _DEAR - {"o_proj"} | {"sum"}
+        if self.name != "selective":
+            return frozenset()
+        names = frozenset(self.names) or (_DEAR if tp == 1 else _DEAR | {"sum"})
+        return names - self.unread(tp=tp)
+
+    def unread(self, *, tp: int) -> frozenset[str]:
+        """The names of the results of a layer that are neither kept nor computed again.
+
+        What it adds to the stream last; and where a sum over the ranks of tp stays, a rank's part of it.
+        """
+        if self.name != "selective":
+            return frozenset()
+        summed = tp > 1 and (not self.names or "sum" in self.names)
+        return frozenset({"down_proj", "o_proj"} if summed else {"down_proj"})
 
 
 def _kept_names(text: str, written: str) -> tuple[str, ...]:
