@@ -122,6 +122,10 @@ class RecomputeName:
         names = frozenset(self.names) or (_DEAR if tp == 1 else _DEAR | {"sum"})
         return names - self.unread(tp=tp)
 
+    def not_again(self, *, tp: int) -> frozenset[str]:
+        """The names of the results of a layer that are not computed again."""
+        return self.keeps(tp=tp) | self.unread(tp=tp)
+
     def unread(self, *, tp: int) -> frozenset[str]:
         """The names of the results of a layer that are neither kept nor computed again.
 
