@@ -1,5 +1,7 @@
 """Weight gradients in place are autograd's own, bit for bit, at once or deferred."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -173,3 +175,20 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on(deferred: bool) -> None:
     assert all(weight.grad is None for weight in frozen)
     for parameter, expected_gradient in zip(trained, plain, strict=True):
         torch.testing.assert_close(parameter.grad, expected_gradient)
+
+
+def test_deferred_gradients_hold_no_graph() -> None:
+    """A saved tensor that is not a leaf would hold the graph behind it, and with it the input's gradient."""
+    model, sink = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), WeightGradients()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sink.attach_(model)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    y = model(x)
+    with sink.deferred() as queue:
+        y.sum().backward()
+    assert x.grad is not None
+    gone = weakref.ref(x.grad.untyped_storage())
+    del x, y
+    assert len(queue) == 2
+    assert gone() is None

@@ -100,7 +100,8 @@ class WeightGradients:
         if self._queue is None:  # inside a backward, where autograd records nothing
             self._add(weight, bias, x_NI, gradient_NO)
         else:
-            self._queue.append(partial(self._add, weight, bias, x_NI, gradient_NO))
+            # What was saved would hold the graph behind it, and the gradient at the graph's end.
+            self._queue.append(partial(self._add, weight, bias, x_NI.detach(), gradient_NO.detach()))
 
     def add_rows(self, weight: Tensor, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of an embedding.
