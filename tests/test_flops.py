@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fourfold.block_memory import BlockSizes
 from fourfold.build import build
 from fourfold.flops import (
     attended_pairs,
@@ -67,7 +68,7 @@ def step_flops(policy: str) -> StepFlops:
         sharding=REPLICAS,
         lookups=frozenset({0}),
         recompute=RecomputeName.parse(policy),
-        blocks=decoder_blocks(MODEL, rows=1, sequence_length=S, itemsize=2),
+        blocks=decoder_blocks(BlockSizes(MODEL, 1, S, itemsize=2)),
     )
     blocks = [["embed"], *[[f"layer.{index}"] for index in range(8)], ["head"]]
     return StepWork(MODEL, Layout.parse("dp1"), blocks, [((S,),)], itemsize=2).of_program(program)

@@ -17,7 +17,9 @@ window has its output in parts and as a whole, and its masks.
 from dataclasses import dataclass
 
 from fourfold.memory import tokens_of_logits
+from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
+from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 LOSS_ELEMENTS = 2**17
 """Logits that the loss works on at once; see `fourfold.models.loss`."""
@@ -31,6 +33,7 @@ class BlockMemory:
         input: of its input.
         tape: of what its forward keeps, the input included, but not the logits.
         logits: of those that it keeps.
+        kept: of what a forward that is to run again leaves beside its input.
         deferred: of what linear layers need for their weight gradients, once the rest of the tape is gone.
         forward: at most beside its input while it runs and keeps its tape, logits apart.
         evaluate: the same while it keeps nothing.
@@ -42,6 +45,7 @@ class BlockMemory:
     input: int
     tape: int
     logits: int
+    kept: int
     deferred: int
     forward: int
     evaluate: int
@@ -62,7 +66,8 @@ class BlockSizes:
         cp: over how many ranks the tokens are cut, of which ``ulysses`` exchange them for heads.
         tp: over how many ranks heads, feed-forward and vocabulary are cut.
         sequence_parallel: whether those divide the stream's tokens among them, too.
-        regather: whether what enters a branch is then gathered again in the backward.
+        regather: whether what enters a branch is gathered again for the backward, not kept.
+        keeps: the names of the results of a layer that stay where its forward is to run again.
     """
 
     spec: ModelSpec
@@ -74,6 +79,32 @@ class BlockSizes:
     tp: int = 1
     sequence_parallel: bool = False
     regather: bool = False
+    keeps: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        layout: Layout,
+        *,
+        rows: int,
+        sequence_length: int,
+        itemsize: int,
+        recompute: RecomputeName = NO_RECOMPUTATION,
+    ) -> "BlockSizes":
+        """Those of a model on a layout."""
+        return cls(
+            spec,
+            rows,
+            sequence_length,
+            itemsize,
+            cp=layout.cp,
+            ulysses=layout.ulysses(spec) if layout.cp > 1 else 1,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel(sequence_length),
+            regather=layout.options.get("tp") == "regather",
+            keeps=recompute.keeps(tp=layout.tp),
+        )
 
     @property
     def tokens(self) -> int:
@@ -158,7 +189,7 @@ class BlockSizes:
     def embed(self) -> BlockMemory:
         """The embedding: where its rows are cut, it keeps which ids are its own."""
         tape = self.tokens * (8 + 1) if self.tp > 1 else 0
-        return BlockMemory(0, tape, 0, 0, tape + self.entered, self.entered, 0, 0, 0)
+        return BlockMemory(0, tape, 0, 0, 0, tape + self.entered, self.entered, 0, 0, 0)
 
     def layer(self) -> BlockMemory:
         """A layer. Most is held where the product of the feed-forward is made, or goes back."""
@@ -177,17 +208,32 @@ class BlockSizes:
         backward = gathered + max(2 * self.inner, self.inner + product, gathered if self.rows > 1 else 0)
         deferred = 2 * self.entered + 2 * self.queries + self.keys + 3 * self.inner
         deferred += 2 * self.entered
+        forward = tape + leaving + self.gathered_twice
         return BlockMemory(
             input=self.stream,
             tape=tape,
             logits=0,
+            kept=self._kept(),
             deferred=deferred,
-            forward=tape - self.stream + leaving + self.stream + self.gathered_twice,
-            evaluate=evaluate + leaving,
+            forward=forward,
+            evaluate=forward if self.keeps else evaluate + leaving,
             loss=0,
             backward=backward,
             halves=gathered + 3 * self.inner,
         )
+
+    def _kept(self) -> int:
+        """Bytes of the results by name that stay; see `fourfold.specs.recompute_name`."""
+        sizes = {
+            "attention": self.queries + self.tokens * self.heads * self.high,
+            "sum": 2 * self.stream,
+            "gather": 2 * self.entered,
+            "q_proj": self.queries,
+            **dict.fromkeys(("k_proj", "v_proj"), self.keys // 2),
+            **dict.fromkeys(("gate_proj", "up_proj"), self.inner),
+            **dict.fromkeys(("o_proj", "down_proj"), self.entered),
+        }
+        return sum(sizes[name] for name in self.keeps)
 
     def head(self) -> BlockMemory:
         """The norm, the logits of one chunk of tokens after another, and their loss."""
@@ -196,8 +242,10 @@ class BlockSizes:
             self.tokens, tokens_of_logits(self.spec.vocab_size, itemsize=self.itemsize, ranks=self.tp)
         )
         logits = chunk * vocabulary * self.itemsize
-        at_once = min(chunk, max(1, LOSS_ELEMENTS // vocabulary)) * vocabulary
-        work = at_once * self.high * (1 if self.itemsize == self.high else 2)
+        rows = min(chunk, max(1, LOSS_ELEMENTS // vocabulary))
+        # Log-probabilities; the logits in float32 or higher; and the last rows' are gone only then.
+        copies = 1 + (self.itemsize != self.high) + (rows < chunk)
+        work = rows * vocabulary * self.high * copies
         if self.tp > 1:  # whose columns the labels are in, and each rank's share
             logits += chunk * (self.high + 8 + 2)
         tape = self.stream + self.entered + self.norm_numbers
@@ -207,7 +255,8 @@ class BlockSizes:
             input=self.stream,
             tape=tape,
             logits=logits,
-            deferred=self.entered + logits,
+            kept=0,
+            deferred=self.entered + self.tokens * vocabulary * self.itemsize,
             forward=tape - self.stream,
             evaluate=self.entered,
             loss=logits + work,

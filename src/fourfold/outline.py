@@ -87,17 +87,13 @@ class Step:
     @property
     def sizes(self) -> BlockSizes:
         """What the bytes of a block follow from."""
-        layout = self.layout
-        return BlockSizes(
+        return BlockSizes.of(
             self.spec,
+            self.layout,
             rows=self.rows,
             sequence_length=self.sequence_length,
             itemsize=self.itemsize,
-            cp=layout.cp,
-            ulysses=layout.ulysses(self.spec) if layout.cp > 1 else 1,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel(self.sequence_length),
-            regather=layout.options.get("tp") == "regather",
+            recompute=self.recompute,
         )
 
 
@@ -196,14 +192,7 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
         ),
         lookups=frozenset(index for index, names in enumerate(blocks) if names == ["embed"]),
         recompute=step.recompute,
-        blocks=decoder_blocks(
-            spec,
-            rows=step.rows,
-            sequence_length=step.sequence_length,
-            itemsize=step.itemsize,
-            cp=layout.cp,
-            tp=layout.tp,
-        ),
+        blocks=decoder_blocks(step.sizes),
     )
     return Outline(step, order, program, blocks, units)
 

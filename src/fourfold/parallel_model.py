@@ -11,6 +11,7 @@ from torch import Tensor
 from fourfold.batch.rank_units import rank_units_
 from fourfold.batch.unit_specs import Copies, UnitSpec, unit_specs
 from fourfold.batch.units import Unit
+from fourfold.block_memory import BlockSizes
 from fourfold.build import Sharding, UnitUse, build, evaluation
 from fourfold.channel.cuts import Cut
 from fourfold.channel.decoder import cut_channels_
@@ -278,13 +279,14 @@ def parallelize(
         lookups=frozenset(index for index, piece in enumerate(stages.segments) if piece.is_lookup),
         recompute=recompute,
         blocks=decoder_blocks(
-            model.spec,
-            rows=rows,
-            sequence_length=sequence_length,
-            itemsize=dtype.itemsize,
-            cp=mesh.cp.size,
-            tp=mesh.tp.size,
-            keeps=recompute.keeps(tp=mesh.tp.size),
+            BlockSizes.of(
+                model.spec,
+                mesh.layout,
+                rows=rows,
+                sequence_length=sequence_length,
+                itemsize=dtype.itemsize,
+                recompute=recompute,
+            )
         ),
     )
     executor = _executor(

@@ -94,6 +94,7 @@ class _Walk:
         self._outputs: dict[Place, int] = {}
         self._output_gradients: dict[Place, int] = {}
         self._tapes: dict[Place, tuple[int, int]] = {}
+        self._kept: dict[Place, int] = {}  # of forwards that are to run again
         self._receives: dict[Action, int] = {}
         self._sends: dict[Action, int] = {}
         self._rotated: set[int] = set()
@@ -167,7 +168,11 @@ class _Walk:
         if action not in self._left.inputs and before in self._outputs:
             self._add(Category.ACTIVATIONS, -self._outputs.pop(before))
             kept += blocks[0].input
+        if not keeps and action.kind is Kind.FORWARD and (stays := sum(block.kept for block in blocks)):
+            self._kept[place] = stays
+            self._add(Category.ACTIVATIONS, stays)
         if keeps:
+            self._add(Category.ACTIVATIONS, -self._kept.pop(place, 0))
             self._add(Category.LOGITS, logits)
             self._add(Category.ACTIVATIONS, kept)
             self._tapes[place] = kept, logits

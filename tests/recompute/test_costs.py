@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fourfold.block_memory import BlockSizes
 from fourfold.flops import forward_flops
 from fourfold.models import Decoder, Microbatch
 from fourfold.recompute.costs import decoder_blocks
@@ -42,7 +43,7 @@ def saved_bytes(spec: ModelSpec, dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_tapes_are_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
     spec = ModelSpec.preset(name)
-    blocks = decoder_blocks(spec, rows=ROWS, sequence_length=LENGTH, itemsize=dtype.itemsize)
+    blocks = decoder_blocks(BlockSizes(spec, ROWS, LENGTH, dtype.itemsize))
     assert [block.tape_bytes for block in blocks] == saved_bytes(spec, dtype)
     stream = ROWS * LENGTH * spec.hidden_size * dtype.itemsize
     assert [block.input_bytes for block in blocks] == [0, *[stream] * (spec.num_hidden_layers + 1)]
@@ -51,8 +52,8 @@ def test_tapes_are_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
 
 def test_ranks_of_cp_and_tp_hold_less() -> None:
     spec = ModelSpec.preset("tiny")
-    whole = decoder_blocks(spec, rows=2, sequence_length=64, itemsize=4)
+    whole = decoder_blocks(BlockSizes(spec, 2, 64, itemsize=4))
     for cp, tp in ((2, 1), (1, 2)):
-        part = decoder_blocks(spec, rows=2, sequence_length=64, itemsize=4, cp=cp, tp=tp)
+        part = decoder_blocks(BlockSizes(spec, 2, 64, itemsize=4, cp=cp, tp=tp))
         assert part[1].input_bytes == whole[1].input_bytes // cp
         assert whole[1].tape_bytes // 2 <= part[1].tape_bytes < whole[1].tape_bytes

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fourfold.block_memory import BlockSizes
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
@@ -61,7 +62,7 @@ def held(layout: str, policy: str) -> tuple[int, int]:
     with live:
         parallel.step(batches, valid_tokens=batch * LENGTH, update=lambda _: None)
     names = ["embed", *(f"layer.{i}" for i in range(SPEC.num_hidden_layers)), "head"]
-    sizes = dict(zip(names, decoder_blocks(SPEC, rows=ROWS, sequence_length=LENGTH, itemsize=4), strict=True))
+    sizes = dict(zip(names, decoder_blocks(BlockSizes(SPEC, ROWS, LENGTH, itemsize=4)), strict=True))
     blocks = [
         joined([sizes[name] for name in segment])
         for segment in (piece.blocks for piece in parallel.stages.segments)
