@@ -13,7 +13,7 @@ from fourfold.trial import Trial
 MOST_RANKS = 8
 DRAWS = 20
 """Of shapes for a layout, until they fit it: else layouts that ask for much would be rare."""
-POLICIES = ("none", "full", "every:2", "sqrt", "slots:2", "min", "budget:0.0001")
+POLICIES = ("none", "full", "every:2", "sqrt", "slots:2", "min", "budget:0.0001", "selective")
 
 
 def random_trial(random: Random, *, most_ranks: int = MOST_RANKS) -> Trial:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
 from fourfold.layer.schedules import schedule_of
+from fourfold.outline import Step, outline
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.specs.layouts import every_layout
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
@@ -63,6 +64,20 @@ class Trial:
         share = layout.size("dp", "fsdp") * pieces
         return cls(model, layout, batch=batch or share * math.ceil(3 / share), microbatches=pieces)
 
+    @property
+    def step(self) -> Step:
+        """One of its steps."""
+        return Step(
+            self.model,
+            self.layout,
+            batch=self.batch,
+            sequence_length=self.sequence_length,
+            microbatches=self.microbatches,
+            dtype=self.dtype,
+            sharding=self.sharding,
+            recompute=self.recompute,
+        )
+
     def problems(self, world_size: int | None = None) -> list[str]:
         """Every rule that the trial breaks; ``world_size`` is the number of ranks where it is known."""
         problems = self.layout.problems(
@@ -76,6 +91,8 @@ class Trial:
             return problems
         try:
             schedule_of(self.layout, microbatches=self.microbatches, layers=self.model.num_hidden_layers)
+            if self.recompute.name == "budget":  # it alone may be too little, which the whole program shows
+                outline(self.step)
         except UserError as error:
             return list(error.messages)
         return []

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fourfold.sequence.costs import SequenceCosts, heads_sent
-from fourfold.traffic import sent_bytes
+from fourfold.sequence.costs import SequenceCosts
+from fourfold.traffic import heads_sent, sent_bytes
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

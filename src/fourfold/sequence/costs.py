@@ -8,21 +8,6 @@ from fourfold.sequence.rows import Documents, Ring
 from fourfold.traffic import Event
 
 
-def heads_sent(heads: int, kv_heads: int, *, ring: int, ulysses: int) -> float:
-    """Return how many heads of its own tokens a rank sends for a layer, forward and backward.
-
-    The mean over ranks, where all documents are long and cut zigzag. Times tokens, channels of a head and
-    bytes of an element it is what is sent.
-
-    Args:
-        heads: query heads of a rank before any exchange, and ``kv_heads`` key/value heads.
-        ring: how many ranks the ring has, and ``ulysses`` how many exchange tokens for heads.
-    """
-    with_copies = kv_heads * max(1, ulysses // kv_heads)
-    exchanged = 4 * (heads + with_copies) * (ulysses - 1) / ulysses
-    return exchanged + 4.5 * (ring - 1) * with_copies
-
-
 @dataclass(frozen=True)
 class SequenceCosts:
     """The communication of one layer's attention on the cp axis, as one rank sees it.

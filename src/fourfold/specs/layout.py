@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fourfold.errors import UserError, choices, nearest
-from fourfold.sequence.costs import heads_sent
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.schedule_name import ScheduleName
 from fourfold.specs.spec import divisors, nearby
+from fourfold.traffic import heads_sent
 
 # From the slowest link to the fastest. Every mesh, folder and table keeps this order.
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
