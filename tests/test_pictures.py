@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.data import TokenFile, TokenWriter
 from fourfold.errors import RunStopped
-from fourfold.pictures import _smooth, draw_loss, draw_throughput, unigram_entropy
+from fourfold.pictures import _smooth, draw_loss, draw_throughput, draw_time, unigram_entropy
 
 
 def size_of(picture: Path) -> tuple[int, int]:
@@ -26,6 +26,13 @@ def test_pictures_of_short_and_long_runs(steps: int, tmp_path: Path):
         tmp_path / "throughput.png", [1e4 + step for step in range(steps)], mfu=0.4, origin="test peak"
     )
     assert size_of(tmp_path / "loss.png") == size_of(tmp_path / "throughput.png") == (1200, 675)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 40])
+def test_a_bar_for_each_rank_and_sixteen_at_most(ranks: int, tmp_path: Path):
+    parts = {"compute": 0.5, "exposed dp": 0.25, "exposed tp": 0.125, "bubble": 0.0, "other": 0.1}
+    draw_time(tmp_path / "time.png", [parts] * (ranks - 1) + [{"compute": 1.0}], title="a run")
+    assert size_of(tmp_path / "time.png") == (1200, 675)
 
 
 @pytest.mark.parametrize("losses", [[math.nan], [5.0] * 300 + [math.nan], [5.0, math.inf]])

@@ -11,8 +11,10 @@ from rich.console import Console
 
 from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
-from fourfold.reporting import Reporter, check_loggers, clock_time, json_text
+from fourfold.measured import TimeSpent
+from fourfold.reporting import Reporter, _numbers, check_loggers, clock_time, json_text
 from fourfold.specs import RunSpec
+from fourfold.step_flops import StepFlops
 from fourfold.training import EvaluationReport, StepReport
 
 
@@ -41,7 +43,9 @@ def step(number: int, *, loss: float = 2.5, seconds: float = 0.5, **changes: Any
 def reporter(folder: Path, *, terminal: bool = False, peak: float | None = 4e6, **logging: Any) -> Reporter:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
     rate = None if peak is None else Peak(peak, "test peak")
-    return Reporter(folder, run(**logging), model_flops=10**6, peak=rate, console=console)
+    report = Reporter(folder, run(**logging), peak=rate, ranks=4, console=console)
+    report.flops = lambda step: StepFlops(model=10**6, recomputed=10**5, attention_again=10**4)
+    return report
 
 
 def shown(report: Reporter) -> str:
@@ -68,7 +72,11 @@ def test_every_step_and_evaluation_is_one_line(tmp_path: Path):
             "tokens": 1000,
             "valid_tokens": 990,
             "tokens_per_second": 2000.0,
+            "tokens_per_second_per_device": 500.0,
+            "model_flops": 10**6,
+            "executed_flops": 1_110_000,
             "mfu": 0.5,
+            "hfu": 0.555,
             "seconds": 0.5,
             "memory_bytes": 3 * 10**9,
         },
@@ -90,8 +98,21 @@ def test_without_a_peak_there_is_no_mfu(tmp_path: Path):
     with reporter(tmp_path, peak=None) as report:
         report(step(1))
     assert lines(tmp_path)[0]["mfu"] is None
-    assert report.median_mfu() is None
+    assert report.median("mfu") is None
+    assert report.median("executed_flops") == 1_110_000
     assert "MFU -  " in shown(report)
+
+
+def test_where_the_time_went_is_kept_and_logged_by_part(tmp_path: Path):
+    spent = TimeSpent(compute=0.375, exposed={"tp": 0.125})
+    with reporter(tmp_path) as report:
+        report(step(1, spent=spent))
+    report.note({"step": 1, "ranks": [{"compute": math.inf}]})
+    first, last = lines(tmp_path)
+    assert first["seconds_by_part"] == spent.parts()
+    assert first["seconds_by_part"]["exposed tp"] == 0.125
+    assert last == {"step": 1, "ranks": [{"compute": "inf"}]}, "after the run has been closed"
+    assert dict(_numbers({"a": 1.0, "parts": {"b": 2.0}, "c": None})) == {"a": 1.0, "parts/b": 2.0}
 
 
 def test_nan_is_shown_and_kept_as_nan(tmp_path: Path):

@@ -15,12 +15,14 @@ from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
 from fourfold.layer.schedules import schedule_of
+from fourfold.layer.transfers import arrivals
 from fourfold.memory import Category
 from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
 from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.program.clock import Timeline, clock, peak_activations
 from fourfold.rank_memory import Holdings, RankMemory, rank_memory
 from fourfold.sequence.costs import SequenceCosts
+from fourfold.sequence.rows import Documents
 from fourfold.specs import Layout
 from fourfold.step_flops import StepFlops, StepWork
 from fourfold.traffic import Event, sent_bytes
@@ -81,23 +83,40 @@ class Explanation:
             batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
             rotary_bytes=sizes.tokens * step.spec.head_dim * 3 // 2 * step.itemsize,
             equal_pieces_are_summed_in_place=self.device_type == "cuda",
+            arrived=self._arrivals[rank],
         )
+
+    @cached_property
+    def _arrivals(self) -> list[dict[Action, tuple[Action, ...]]]:
+        return arrivals(self.outline.program)
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
         """What a rank of each pipeline stage sends and receives."""
         return [summed_up(self.events(rank), self.step.layout) for rank in range(self.step.layout.pp)]
 
-    def events(self, rank: int) -> list[Event]:
-        """The collectives and messages of a pipeline rank, in order."""
+    def events(
+        self, rank: int, *, shard: int | None = None, documents: Sequence[Documents] | None = None
+    ) -> list[Event]:
+        """The collectives and messages of a pipeline rank, in order.
+
+        Args:
+            rank: the pipeline rank.
+            shard: which rank of the pieces; None for the one that owns most.
+            documents: of each microbatch, of its whole rows; None where each row is one document.
+        """
         step, sizes = self.step, self.step.sizes
+        shard = self.outline.heaviest_shard(rank) if shard is None else shard
+        sequence = _sequence(step, documents)
         return step_events(
             self.outline.program,
             rank=rank,
             layout=step.layout,
-            units=self.outline.units_on(rank, self.outline.heaviest_shard(rank)),
+            units=self.outline.units_on(rank, shard),
             activation_bytes=[sizes.stream] * step.microbatches,
-            inside=SegmentCosts(self.outline.blocks, channel=_channel(step), sequence=_sequence(step)),
+            inside=SegmentCosts(
+                self.outline.blocks, channel=_channel(step), sequence=sequence, keeps=sizes.keeps
+            ),
         )
 
     @cached_property
@@ -150,6 +169,7 @@ class Explanation:
                 [[name for name, count in blocks for _ in range(count)]],
                 [((step.sequence_length,),) * step.rows],
                 step.itemsize,
+                keeps=step.recompute.not_again(tp=step.layout.tp),
             )
             self._known_flops[key] = work.of_action(Action(kind, 0, 0))
         return self._known_flops[key]
@@ -280,15 +300,16 @@ def _channel(step: Step) -> ChannelCosts | None:
         statistics_itemsize=ITEMSIZES[statistics],
         ranks=step.layout.tp,
         sequence_parallel=step.sizes.sequence_parallel,
+        regather=step.sizes.regather,
     )
 
 
-def _sequence(step: Step) -> SequenceCosts | None:
+def _sequence(step: Step, documents: Sequence[Documents] | None) -> SequenceCosts | None:
     if step.layout.cp == 1:
         return None
     sizes = step.sizes
     return SequenceCosts(
-        documents=[((step.sequence_length,),) * step.rows] * step.microbatches,
+        documents=documents or [((step.sequence_length,),) * step.rows] * step.microbatches,
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         head_dim=step.spec.head_dim,

@@ -1,7 +1,7 @@
 """The pictures of a run: its loss and its throughput."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -113,6 +113,53 @@ def draw_throughput(
     axes.set_ylim(0, float(values.max()) / scale * 1.08)
     if origin:
         figure.supxlabel(f"MFU against the {origin}", fontsize=8, color=GREY, x=0.99, ha="right")
+    _save(figure, path)
+
+
+PART_COLORS = {
+    "compute": BLUE,
+    "recompute": LIGHT_BLUE,
+    "exposed": ORANGE,
+    "bubble": "#a99bc4",
+    "optimizer": "#5b8c5a",
+    "data": "#b3cfae",
+    "other": "#c9c9c9",
+}
+MOST_BARS = 16
+"""Of more ranks, so many are drawn, evenly chosen."""
+
+
+def draw_time(path: Path, by_rank: Sequence[Mapping[str, float]], *, title: str = "") -> None:
+    """Draw where the time of a step went: a bar for each rank, its parts stacked.
+
+    Args:
+        path: the picture.
+        by_rank: seconds by part, with names as those of `fourfold.measured.TimeSpent.parts`.
+        title: over it.
+    """
+    figure, axes = _figure(title)
+    count = min(len(by_rank), MOST_BARS)
+    ranks = [index * len(by_rank) // count for index in range(count)]
+    scale, unit = (1.0, "seconds") if sum(by_rank[0].values()) >= 1 else (1e3, "milliseconds")
+    left = np.zeros(count)
+    names = dict.fromkeys(name for rank in ranks for name in by_rank[rank])
+    for kind in PART_COLORS:
+        of_kind = sorted(name for name in names if name.split(" ")[0] == kind)
+        for number, name in enumerate(of_kind):
+            widths = np.array([by_rank[rank].get(name, 0.0) for rank in ranks]) * scale
+            if widths.any():
+                alpha = 1 - 0.25 * number
+                axes.barh(
+                    range(count), widths, left=left, color=PART_COLORS[kind], alpha=alpha, label=name,
+                    height=0.7, edgecolor="white", linewidth=0.5,
+                )  # fmt: skip
+            left += widths
+    axes.set_yticks(range(count), [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_xlabel(f"{unit} of a step")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
 from fourfold.run_folder import METRICS, writing
 from fourfold.specs import RunSpec
+from fourfold.step_flops import StepFlops
 from fourfold.training import EvaluationReport, StepReport
 
 # Rates and the time left are taken over this many steps: long enough to be steady, short enough to follow.
@@ -52,8 +54,14 @@ def check_loggers(run: RunSpec) -> None:
 class Reporter:
     """Shows and keeps the reports of a run. Rank 0 has one; it is a context manager.
 
-    On a terminal there is one line that changes; elsewhere a line every few seconds. ``model_flops`` are
-    those of a step, ``peak`` the rate of all ranks together.
+    On a terminal there is one line that changes; elsewhere a line every few seconds.
+
+    Args:
+        folder: of the run.
+        run: its settings.
+        peak: the rate of all ranks together; None where it is not known.
+        ranks: how many there are.
+        console: where to print.
     """
 
     def __init__(
@@ -61,21 +69,23 @@ class Reporter:
         folder: Path,
         run: RunSpec,
         *,
-        model_flops: int,
         peak: Peak | None,
+        ranks: int = 1,
         console: Console | None = None,
     ):
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[EvaluationReport] = []
         self.total_steps = run.training.steps
-        self.model_flops = model_flops
+        self.flops: Callable[[int], StepFlops] | None = None
+        """The FLOPs of a step, from 0; set once the model is there."""
         self.peak = peak
+        self.ranks = ranks
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._path = folder / METRICS
         with writing(self._path):
             # Without a buffer: each line is there at once, and closing has nothing left that could fail.
             self._file = self._path.open("ab", buffering=0)
-        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[tuple[float, int, int | None]] = deque(maxlen=RECENT_STEPS)
         self._live: Live | None = None
         self._shown = -math.inf
         self._loggers = _loggers(folder, run)
@@ -103,7 +113,10 @@ class Reporter:
             self._evaluation(report)
 
     def _step(self, report: StepReport) -> None:
-        self._recent.append((report.seconds, report.tokens))
+        flops = None if self.flops is None else self.flops(report.step - 1)
+        model_flops = None if flops is None else flops.model
+        executed_flops = None if flops is None else flops.executed
+        self._recent.append((report.seconds, report.tokens, model_flops))
         values = {
             "step": report.step,
             "loss": report.loss,
@@ -112,14 +125,19 @@ class Reporter:
             "tokens": report.tokens,
             "valid_tokens": report.valid_tokens,
             "tokens_per_second": report.tokens / report.seconds,
-            "mfu": self.mfu(report.seconds),
+            "tokens_per_second_per_device": report.tokens / report.seconds / self.ranks,
+            "model_flops": model_flops,
+            "executed_flops": executed_flops,
+            "mfu": self.of_peak(model_flops, report.seconds),
+            "hfu": self.of_peak(executed_flops, report.seconds),
             "seconds": report.seconds,
             "memory_bytes": report.memory_bytes,
+            **({} if report.spent is None else {"seconds_by_part": report.spent.parts()}),
         }
         self.steps.append(values)
         self._write(values)
         for logger in self._loggers:
-            logger.log({name: value for name, value in values.items() if value is not None}, report.step)
+            logger.log(dict(_numbers(values)), report.step)
         self._show(report)
 
     def _evaluation(self, report: EvaluationReport) -> None:
@@ -134,13 +152,47 @@ class Reporter:
             logger.log({"evaluation_loss": report.loss}, report.step)
         self.console.print(f"step {report.step}: held-out loss {report.loss:.4f}")
 
-    def mfu(self, seconds: float) -> float | None:
-        """Return the model FLOPs of a step over what the peak would do in its time; None without a peak."""
-        return None if self.peak is None else self.model_flops / seconds / self.peak.flops_per_second
+    def go_on(self, start: int) -> None:
+        """Take back what the metrics have of later steps than ``start``; the curves go on from the rest.
 
-    def median_mfu(self) -> float | None:
-        """Return the MFU of the median step; None without a peak or a step."""
-        return self.mfu(median(values["seconds"] for values in self.steps)) if self.steps else None
+        A line that was cut off when the run ended goes too.
+        """
+        kept = 0
+        with writing(self._path):
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                try:
+                    values = json.loads(line)
+                except ValueError:
+                    break
+                if not line.endswith(b"\n") or values["step"] > start:
+                    break
+                kept += len(line)
+                if "evaluation_loss" in values:
+                    report = (
+                        values["step"],
+                        float(values["evaluation_loss"]),
+                        values["evaluation_valid_tokens"],
+                    )
+                    self.evaluations.append(EvaluationReport(*report))
+                elif "loss" in values:
+                    self.steps.append({**values, "loss": float(values["loss"])})
+            os.truncate(self._path, kept)
+        if start:
+            self.console.print(f"going on after step {start}")
+
+    def of_peak(self, flops: int | None, seconds: float) -> float | None:
+        """Return FLOPs over what the peak would do in that time: MFU or HFU. None where either is unknown."""
+        return None if self.peak is None or flops is None else flops / seconds / self.peak.flops_per_second
+
+    def median(self, name: str) -> float | None:
+        """Return the median of a value over the steps; None where it is not known."""
+        values = [step[name] for step in self.steps if step.get(name) is not None]
+        return median(values) if values else None
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Keep what is known only after the last step, as a line of its own."""
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(json_text(values).encode() + b"\n")
 
     def _write(self, values: dict[str, Any]) -> None:
         """Append one line."""
@@ -165,9 +217,10 @@ class Reporter:
 
     def line(self, report: StepReport) -> str:
         """Return the state of the run: rates over the last steps, everything else of this one."""
-        seconds = sum(seconds for seconds, _ in self._recent)
-        tokens = sum(tokens for _, tokens in self._recent)
-        mfu = self.mfu(seconds / len(self._recent))
+        seconds = sum(seconds for seconds, _, _ in self._recent)
+        tokens = sum(tokens for _, tokens, _ in self._recent)
+        flops = [flops for _, _, flops in self._recent if flops is not None]
+        mfu = self.of_peak(sum(flops) if flops else None, seconds)
         left = (self.total_steps - report.step) * seconds / len(self._recent)
         return "  ".join(
             [
@@ -181,12 +234,23 @@ class Reporter:
         )
 
 
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the values that are there, those of a mapping inside with its name before them."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
 def json_text(values: Mapping[str, Any]) -> str:
     """Return the values as a JSON object; infinity and nan, which JSON lacks, are ``"inf"`` and ``"nan"``."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: plain(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(values))

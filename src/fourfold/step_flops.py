@@ -29,7 +29,6 @@ from fourfold.sequence.rectangles import Rectangle, rectangles
 from fourfold.sequence.rows import Documents
 from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
-from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class StepFlops:
 
 
 Runs = Mapping[tuple[Kind, str, int], int]
-"""How often each kind of block (``embed``, ``layer``, ``head``) runs on each microbatch, by kind of action."""
+"""By kind of action, kind of block (``embed``, ``layer``, ``head``) and microbatch: how often it runs."""
 
 
 def runs_of(actions: Iterable[Action], blocks: Sequence[Sequence[str]]) -> Runs:
@@ -92,7 +91,7 @@ class StepWork:
             there are logits at once.
         ranks_of_data: over how many ranks of dp and fsdp the rows of ``documents`` are spread.
         convention: what causal attention computes.
-        recompute: decides what of a layer that runs again is not computed again.
+        keeps: the names of the results of a layer that are not made again where its forward runs again.
     """
 
     spec: ModelSpec
@@ -102,7 +101,7 @@ class StepWork:
     itemsize: int
     ranks_of_data: int = 1
     convention: Convention = "pairs"
-    recompute: RecomputeName = NO_RECOMPUTATION
+    keeps: frozenset[str] = frozenset()
 
     def of_rank(self, program: Program, rank: int) -> StepFlops:
         """The FLOPs of a pipeline rank's step."""
@@ -137,23 +136,21 @@ class StepWork:
     def _layer(self, kind: Kind, documents: Documents) -> StepFlops:
         spec, parts = self.spec, _PARTS[kind]
         tokens = sum(map(sum, documents))
-        kept = self._not_again if kind is Kind.RECOMPUTE else frozenset()
-        sizes = {
-            name.split(".")[-2]: shape[0] * shape[1]
-            for name, shape in spec.layer_shapes().items()
-            if len(shape) == 2
-        }
-        weights = sum(size for name, size in sizes.items() if name not in kept)
-        keys = sum(sizes[name] for name in ("k_proj", "v_proj") if name not in kept)
-        attention = 0 if "attention" in kept else parts.attention
+        matrices = _matrices(spec)
+        weights = sum(rows * columns for _, (rows, columns) in matrices)
+        keys = sum(rows * columns for name, (rows, columns) in matrices if name in ("k_proj", "v_proj"))
         copies = max(1, self.layout.tp // spec.num_key_value_heads)
         needed, computed = self._pairs(documents)
         pair = flops_of_a_pair(spec)
         linear, copied = 2 * tokens * weights, 2 * tokens * keys * (copies - 1)
-        model = parts.linear * linear + attention * pair * needed
-        padding = parts.linear * copied + attention * pair * (computed - needed)
+        model = parts.linear * linear + parts.attention * pair * needed
+        padding = parts.linear * copied + parts.attention * pair * (computed - needed)
         if kind is Kind.RECOMPUTE:
-            return StepFlops(recomputed=model + padding)
+            kept = pair * computed if "attention" in self.keeps else 0
+            for name, (rows, columns) in _matrices(spec):
+                if name in self.keeps:
+                    kept += 2 * tokens * rows * columns * (copies if name in ("k_proj", "v_proj") else 1)
+            return StepFlops(recomputed=model + padding - kept)
         again = pair // 2 * computed if parts.attention == 2 else 0
         return StepFlops(model=model, attention_again=again, padding=padding)
 
@@ -183,12 +180,6 @@ class StepWork:
         return needed, sum(_computed(row, window, self._ring, self.convention) for row in documents)
 
     @property
-    def _not_again(self) -> frozenset[str]:
-        """The names of the results that a layer does not compute again."""
-        tp = self.layout.tp
-        return self.recompute.keeps(tp=tp) | self.recompute.unread(tp=tp)
-
-    @property
     def _ring(self) -> int:
         """Over how many ranks attention is cut into rectangles; 0 where rows are whole."""
         return self.layout.cp // self.layout.ulysses(self.spec) if self.layout.cp > 1 else 0
@@ -209,6 +200,13 @@ _PARTS = {
     Kind.INPUT_GRADIENT: _Parts(1, 2),
     Kind.WEIGHT_GRADIENT: _Parts(1, 0),
 }
+
+
+@lru_cache(maxsize=16)
+def _matrices(spec: ModelSpec) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """The matrices of a layer by their short names: ``q_proj``."""
+    shapes = spec.layer_shapes().items()
+    return tuple((name.split(".")[-2], (shape[0], shape[1])) for name, shape in shapes if len(shape) == 2)
 
 
 @lru_cache(maxsize=4096)

@@ -64,6 +64,7 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
         "metrics.jsonl",
         "loss.png",
         "throughput.png",
+        "time.png",
         "program.json",
         "program.png",
         "program.txt",
@@ -71,10 +72,16 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
     }
     assert {path.name for path in folder.iterdir()} == names
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 3]
     assert lines[0]["tokens"] == 4 * 16
     assert 5 < lines[0]["loss"] < 6, "about ln 257 at the start"
-    assert lines[0]["mfu"] > 0
+    assert lines[0]["hfu"] > lines[0]["mfu"] > 0
+    assert lines[0]["executed_flops"] > lines[0]["model_flops"], "attention computes its scores again"
+    assert sum(lines[0]["seconds_by_part"].values()) == pytest.approx(lines[0]["seconds"])
+    assert lines[4]["seconds_by_part"]["compute"] > 0
+    for row in lines[4]["traffic_of_rank_0"]:
+        assert (row["calls"], row["bytes"]) == (row["predicted_calls"], row["predicted_bytes"])
+    assert "of a step went, mean of 2 ranks" in output
     assert 3 < lines[3]["evaluation_loss"] < 6
     assert "step 3/3  loss" in output
     assert "MFU against the float32 matmul peak measured on this machine" in output

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.data import PackedDataset, SyntheticDataset, TokenFile, TokenWriter
-from fourfold.data.dataset import Dataset
 from fourfold.errors import UserError
 from fourfold.models.batch import IGNORE, Microbatch
 
@@ -209,7 +208,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     kind=st.sampled_from(["packed", "synthetic"]),
 )
 def test_rows_do_not_depend_on_how_the_batch_is_divided(data, batch: int, step: int, kind: str) -> None:
-    dataset: Dataset = SyntheticDataset(13, 6, seed=4)
+    dataset: PackedDataset | SyntheticDataset = SyntheticDataset(13, 6, seed=4)
     if kind == "packed":
         dataset = PackedDataset(Tokens([1, 2, 3], [4] * 20, [5], [6, 7] * 10), sequence_length=6, seed=4)
     cuts = sorted(data.draw(st.lists(st.integers(0, batch), max_size=4)))

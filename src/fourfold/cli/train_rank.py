@@ -1,8 +1,9 @@
 """A training run on one of its ranks: what surrounds ``fourfold.training.train``."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from statistics import median
@@ -15,18 +16,21 @@ from fourfold.cli.sample import sample_text
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
 from fourfold.doctor import device_type, peak_of
 from fourfold.errors import RunStopped
-from fourfold.flops import model_flops
+from fourfold.explain import explain
+from fourfold.gauges import Gauges, RunFlops, summary, time_lines, traffic, traffic_lines
 from fourfold.launch import Rank
 from fourfold.measured import measured_timeline
 from fourfold.mesh import Mesh
+from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
-from fourfold.pictures import draw_loss, draw_throughput, unigram_entropy
+from fourfold.pictures import draw_loss, draw_throughput, draw_time, unigram_entropy
 from fourfold.program import Timeline, draw
 from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
 from fourfold.run_folder import CHECKPOINT, make_run_folder, writing
 from fourfold.specs import ModelSpec, RunSpec
-from fourfold.training import Report, train
+from fourfold.traffic import Event
+from fourfold.training import Report, StepReport, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +71,7 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
     mesh = Mesh(run.layout, device)
     peak = peak_of(mesh, run.training.dtype)
     rank.finished(0)
-    flops = model_flops(model_spec, batch=run.training.batch, sequence_length=run.data.sequence_length)
+    gauges = Gauges()
     reporting: AbstractContextManager[Reporter | None] = nullcontext()
     unigram = math.nan
     title = (
@@ -75,7 +79,7 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
     )
     if rank.is_first:
         assert folder is not None
-        reporting = Reporter(folder, run, model_flops=flops, peak=peak)
+        reporting = Reporter(folder, run, peak=peak, ranks=mesh.world_size)
         unigram = unigram_entropy(prepared.train)
     with reporting as reporter:
         if reporter is not None:
@@ -90,11 +94,17 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
             _draw_curves(reporter, folder, title, unigram)
 
         def on_report(report: Report) -> None:
+            if isinstance(report, StepReport):
+                gauges.add(report)
             if reporter is not None:
                 reporter(report)
             rank.finished(report.step)
 
         def on_start(model: ParallelModel) -> None:
+            if reporter is not None:
+                documents = partial(train_data.documents, batch=run.training.batch)
+                keeps = run.training.recompute.not_again(tp=mesh.tp.size)
+                reporter.flops = RunFlops(model, documents, keeps=keeps)
             if reporter is not None and len(model.stages.blocks) > 1:
                 reporter.console.print(_stages(model))
             if reporter is not None and model.tensor_parallel is not None:
@@ -120,11 +130,15 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
             raise
     _save(rank, run, model, folder, files)
     timeline = measured_timeline(model.executor.trace, mesh.pp)
+    by_rank = gauges.of_all_ranks(model)
     text = _sample(run, model, tokenizer)
     if reporter is not None:
         assert folder is not None
         draw_curves()
         _draw_program(model, timeline, folder, step=run.training.steps)
+        assert gauges.last is not None
+        predicted = _predicted(run, model_spec, train_data, device)
+        _tell_gauges(reporter, folder, by_rank, gauges.last, predicted, title)
         _tell(reporter, folder, unigram)
         if text:
             reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
@@ -240,7 +254,7 @@ def _draw_curves(reporter: Reporter, folder: Path, title: str, unigram: float) -
     draw_throughput(
         folder / "throughput.png",
         [values["tokens_per_second"] for values in reporter.steps],
-        mfu=reporter.median_mfu(),
+        mfu=reporter.median("mfu"),
         origin=reporter.peak.origin if reporter.peak else "",
         title=title,
     )
@@ -270,15 +284,45 @@ def _units(model: ParallelModel) -> str:
     )
 
 
+def _predicted(run: RunSpec, model_spec: ModelSpec, data: PackedDataset, device: str) -> list[Event]:
+    """What rank 0 sends in the last step, by formula."""
+    step = Step.of_run(run, model_spec)
+    rows = data.documents(run.training.steps - 1, step.batch)
+    size = step.batch // step.microbatches
+    documents = [rows[m * size : m * size + step.rows] for m in range(step.microbatches)]
+    return explain(step, device_type=device).events(0, shard=0, documents=documents)
+
+
+def _tell_gauges(
+    reporter: Reporter,
+    folder: Path,
+    by_rank: Sequence[Mapping[str, float]],
+    last: StepReport,
+    predicted: Sequence[Event],
+    title: str,
+) -> None:
+    """Print, draw and keep where the time went and what was sent."""
+    rows = traffic(last, predicted)
+    if by_rank:
+        reporter.console.print("\n".join(time_lines(by_rank)))
+        draw_time(folder / "time.png", by_rank, title=title)
+    if rows:
+        reporter.console.print("\n".join(traffic_lines(rows)))
+    reporter.note({"step": last.step, **summary(by_rank, rows)})
+
+
 def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:
     """Print what came out."""
     if reporter.evaluations:
         loss = reporter.evaluations[-1].loss
         reporter.console.print(f"held-out loss {loss:.4f} nats per token; unigram entropy {unigram:.4f}")
     middle = median(values["tokens_per_second"] for values in reporter.steps)
-    mfu = reporter.median_mfu()
-    share = "-" if mfu is None or reporter.peak is None else f"{mfu:.1%} of the {reporter.peak.origin}"
-    reporter.console.print(f"median {middle:,.0f} tokens/s; MFU {share}")
+    mfu, hfu = reporter.median("mfu"), reporter.median("hfu")
+    share = "MFU -, HFU -"
+    if mfu is not None and hfu is not None and reporter.peak is not None:
+        share = f"MFU {mfu:.1%}, HFU {hfu:.1%} of the {reporter.peak.origin}"
+    devices = f" ({middle / reporter.ranks:,.0f} on each of {reporter.ranks})" if reporter.ranks > 1 else ""
+    reporter.console.print(f"median {middle:,.0f} tokens/s{devices}; {share}")
     names = sorted(path.name for path in folder.iterdir())
     reporter.console.print(f"run folder {folder}: {', '.join(names)}")
 

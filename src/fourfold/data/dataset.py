@@ -29,9 +29,6 @@ class Dataset(Protocol):
     def valid_tokens(self, step: int, batch: int) -> int:
         """Return the number of labels that count in the global batch of `batch` rows of a step (from 0)."""
 
-    def documents(self, step: int, batch: int) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths of the documents in each row of the global batch of a step."""
-
     def rows(self, step: int, batch: int, rows: range) -> Microbatch:
         """Return some rows of the global batch of a step, as CPU tensors."""
 

@@ -1,0 +1,111 @@
+"""What a run says of itself at its end: where the time went, what was sent and foreseen."""
+
+import pytest
+
+from fourfold.collectives import Wait
+from fourfold.data import SyntheticDataset
+from fourfold.explain import explain
+from fourfold.gauges import Gauges, RunFlops, TrafficRow, mean_parts, time_lines, traffic, traffic_lines
+from fourfold.measured import TimeSpent
+from fourfold.mesh import Mesh
+from fourfold.outline import Step
+from fourfold.specs import ModelSpec, RunSpec
+from fourfold.step_flops import StepFlops
+from fourfold.traffic import Event
+from fourfold.training import StepReport, Trainer
+from tests.ranks import RankPool
+
+
+def report(number: int, **spent: float) -> StepReport:
+    return StepReport(
+        step=number,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        tokens=8,
+        valid_tokens=8,
+        seconds=1.0,
+        memory_bytes=0,
+        spent=TimeSpent(**spent),
+        events=[Event("all_gather", "tp", 8, "float32")] * 3 + [Event("barrier", "dp", 0, "float32")],
+        waits=[Wait("all_gather", "tp", 1.0, 1.25, 0.5), Wait("all_gather", "tp", 2.0, 2.25, 0.25)],
+    )
+
+
+def test_the_first_step_is_left_out_where_there_are_more() -> None:
+    gauges = Gauges()
+    gauges.add(report(1, compute=100.0))
+    assert gauges.mean()["compute"] == 100.0
+    gauges.add(report(2, compute=1.0))
+    gauges.add(report(3, compute=2.0))
+    assert gauges.mean()["compute"] == 1.5
+
+
+def test_the_mean_over_ranks_has_every_part_once() -> None:
+    by_rank = [{"compute": 1.0, "other": 0.5}, {"compute": 2.0, "exposed tp": 3.0, "other": 0.5}]
+    assert mean_parts(by_rank) == {"compute": 1.5, "exposed tp": 1.5, "other": 0.5}
+    assert list(mean_parts(by_rank)) == ["compute", "exposed tp", "other"]
+    assert time_lines(by_rank)[0] == "where the 3.500 s of a step went, mean of 2 ranks (least and most):"
+    assert time_lines(by_rank)[1].split() == [
+        "compute",
+        "1.500",
+        "s",
+        "42.9%",
+        "(1.000",
+        "s",
+        "to",
+        "2.000",
+        "s)",
+    ]
+
+
+def test_recorded_beside_predicted() -> None:
+    predicted = [Event("all_gather", "tp", 8, "float32")] * 2 + [Event("send", "pp", 4, "float32")]
+    rows = traffic(report(1), predicted)
+    assert rows == [
+        TrafficRow("all_gather", "tp", 3, 24, 2, 16, 0.5, 0.75),
+        TrafficRow("barrier", "dp", 1, 0, 0, 0, 0.0, 0.0),
+        TrafficRow("send", "pp", 0, 0, 1, 4, 0.0, 0.0),
+    ]
+    assert traffic_lines(rows)[2].split()[:4] == ["all_gather", "tp", "3", "(2)"]
+    assert traffic_lines([]) == []
+
+
+def of_a_run(layout: str) -> tuple[StepFlops, list[TrafficRow], list[dict[str, float]]]:
+    """A step's FLOPs, what this rank sent and was to send, and where all ranks' time went."""
+    run = RunSpec.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "layout": layout,
+            "data": {"sequence_length": 16},
+            "training": {"steps": 1, "batch": 8, "microbatches": 2, "recompute": "full"},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+    spec, mesh = ModelSpec.preset("tiny"), Mesh(run.layout)
+    data = SyntheticDataset(spec.vocab_size, sequence_length=16, seed=0)
+    trainer, gauges = Trainer(run, spec, mesh, data=data), Gauges()
+    gauges.add(trainer.step(0))
+    assert gauges.last is not None
+    rows = data.documents(0, 8)
+    step = Step.of_run(run, spec)
+    documents = [rows[m * 4 : m * 4 + step.rows] for m in range(2)]
+    predicted = explain(step, device_type="cpu").events(0, shard=0, documents=documents)
+    flops = RunFlops(trainer.parallel, lambda step: data.documents(step, 8), keeps=frozenset())
+    return flops(0), traffic(gauges.last, predicted), gauges.of_all_ranks(trainer.parallel)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2", "cp2:ring"])
+def test_the_same_work_has_the_same_flops_and_rank_0_sends_what_was_foreseen(
+    ranks: RankPool, layout: str
+) -> None:
+    alone, nothing, _ = of_a_run("dp1")
+    assert nothing == []
+    found = ranks(2, of_a_run, layout)
+    for flops, _, by_rank in found:
+        assert flops.model == alone.model
+        assert flops.recomputed >= alone.recomputed  # a pipeline's last block runs again, too
+        assert len(by_rank) == 2
+        assert by_rank == found[0][2]
+    for row in found[0][1]:
+        assert (row.calls, row.bytes) == (row.predicted_calls, row.predicted_bytes), row
