@@ -15,7 +15,6 @@ from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
 from fourfold.layer.schedules import schedule_of
-from fourfold.layer.transfers import arrivals
 from fourfold.memory import Category
 from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
 from fourfold.program.actions import COMPUTE, Action, Kind
@@ -83,12 +82,7 @@ class Explanation:
             batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
             rotary_bytes=sizes.tokens * step.spec.head_dim * 3 // 2 * step.itemsize,
             equal_pieces_are_summed_in_place=self.device_type == "cuda",
-            arrived=self._arrivals[rank],
         )
-
-    @cached_property
-    def _arrivals(self) -> list[dict[Action, tuple[Action, ...]]]:
-        return arrivals(self.outline.program)
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
