@@ -3,6 +3,7 @@
 import pytest
 
 from fourfold.specs import dense_peak_flops
+from fourfold.specs.hardware import accelerator
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,18 @@ def test_other_dtypes():
 )
 def test_unknown_devices_have_no_peak(device):
     assert dense_peak_flops(device, "bfloat16") is None
+
+
+def test_memory_and_bandwidths():
+    h100 = accelerator("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    assert (h100.memory_bytes, h100.memory_bytes_per_second) == (80e9, 3350e9)
+    assert (h100.link_bytes_per_second, h100.link_devices) == (450e9, 8), "900 is the sum of both directions"
+    assert h100.network_bytes_per_second == 50e9
+    assert h100.peak_flops["float8"] == 1978.9e12
+    assert accelerator("NVIDIA H100 PCIe") != h100
+    assert accelerator("A100-SXM4-80GB") == accelerator("NVIDIA A100-SXM4-80GB")
+    assert accelerator("NVIDIA H300") is None
+    die = accelerator("AMD Instinct MI250X")
+    assert die is not None
+    assert die.memory_bytes == 64e9, "of one of the card's two dies"
