@@ -78,53 +78,57 @@ def features(trial: Trial) -> frozenset[str]:
         options["cp"] = options["cp"].rstrip("0123456789")
     found = [f"{axis}:{options.get(axis, 'default')}" for axis in AXES if layout.size(axis) > 1]
     kv_heads = model.num_key_value_heads
-    found += [
-        "tied" if model.tie_word_embeddings else "untied",
-        "biases" if model.attention_bias else "no biases",
-        "q and k normed" if model.qk_norm else "q and k plain",
-        "window" if model.sliding_window else "no window",
-        "grouped heads" if kv_heads < model.num_attention_heads else "as many heads",
-        "one microbatch" if trial.microbatches == 1 else "microbatches",
-        f"recompute {trial.recompute.name}",
-    ]
-    if layout.tp > 1:
-        found.append("key/value copies" if kv_heads % layout.tp else "key/value parts")
-    if layout.fsdp > 1:
-        found += [f"pieces {trial.sharding.pieces}", f"accumulate {trial.sharding.accumulate}"]
-    if layout.pp > 1 and trial.microbatches < layout.pp:
-        found.append("fewer microbatches than stages")
-    if trial.sequence_length % layout.size("cp", "tp"):
-        found.append("a sequence that does not divide")
+    special = {
+        "tied": model.tie_word_embeddings,
+        "biases": model.attention_bias,
+        "q and k normed": model.qk_norm,
+        "window": model.sliding_window is not None,
+        "grouped heads": kv_heads < model.num_attention_heads,
+        "copies of key/value heads": kv_heads % layout.tp > 0,
+        "microbatches": trial.microbatches > 1,
+        "fewer microbatches than stages": trial.microbatches < layout.pp,
+        "tokens that ranks do not divide": trial.sequence_length % layout.size("cp", "tp") > 0,
+        "fewer tokens than ranks": trial.sequence_length < layout.size("cp", "tp"),
+        "a piece for each matrix": layout.fsdp > 1 and trial.sharding.pieces in ("blocks", "matrices"),
+    }
+    found += [word for word, holds in special.items() if holds]
+    found.append(f"recompute {trial.recompute.name}")
     return frozenset(found)
 
 
-def covering(seed: int, *, drawn: int) -> list[Trial]:
-    """Of ``drawn`` random trials, few that together meet every pair of features that the drawn ones meet.
+def seconds(trial: Trial) -> float:
+    """Roughly what a trial takes: every rank makes its model and programs, and the oracle goes row by row."""
+    return 0.5 * trial.layout.world_size + 0.01 * trial.batch * trial.model.num_hidden_layers
 
-    Greedy: each time the trial with the most pairs that none before had. Sorted by ranks.
+
+def covering(seed: int, *, drawn: int, most_ranks: int = MOST_RANKS) -> list[Trial]:
+    """Of ``drawn`` random trials, few and quick ones that meet every pair that all of them meet.
+
+    Greedy: each time the trial with the most pairs a second that none before had. Sorted by ranks.
     """
     random = Random(seed)
-    trials = [random_trial(random) for _ in range(drawn)]
+    trials = [random_trial(random, most_ranks=most_ranks) for _ in range(drawn)]
     left = [set(combinations(sorted(features(trial)), 2)) for trial in trials]
-    queue = [(-len(pairs), index) for index, pairs in enumerate(left)]
+    queue = [(-len(pairs) / seconds(trials[index]), index) for index, pairs in enumerate(left)]
     heapify(queue)
     met: set[tuple[str, str]] = set()
     taken: list[Trial] = []
     while queue:
         promised, index = heappop(queue)
         left[index] -= met
-        if not left[index]:
-            continue
-        if len(left[index]) == -promised:
+        rate = -len(left[index]) / seconds(trials[index])
+        if left[index] and rate <= promised:
             taken.append(trials[index])
             met |= left[index]
-        else:  # others were taken since; it may be the best still
-            heappush(queue, (-len(left[index]), index))
+        elif left[index]:  # others were taken since; it may be the best still
+            heappush(queue, (rate, index))
     return sorted(taken, key=lambda trial: trial.layout.world_size)
 
 
-def endless(seed: int) -> Iterator[Trial]:
+def endless(seed: int, *, least_ranks: int = 1) -> Iterator[Trial]:
     """Random trials, the same for the same seed."""
     random = Random(seed)
     while True:
-        yield random_trial(random)
+        trial = random_trial(random)
+        if trial.layout.world_size >= least_ranks:
+            yield trial
