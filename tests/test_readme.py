@@ -47,6 +47,7 @@ def test_the_readme_has_the_commands_of_every_kind() -> None:
         ("fourfold", "train"),
         ("fourfold", "verify"),
         ("fourfold", "schedule"),
+        ("fourfold", "explain"),
         ("fourfold", "sample"),
         ("fourfold", "prepare"),
         ("fourfold", "doctor"),

@@ -21,8 +21,8 @@ from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
-LOSS_ELEMENTS = 2**17
-"""Logits that the loss works on at once; see `fourfold.models.loss`."""
+LOSS_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Logits that the loss works on at once, by the type of the device; see `fourfold.models.loss`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class BlockSizes:
         sequence_parallel: whether those divide the stream's tokens among them, too.
         regather: whether what enters a branch is gathered again for the backward, not kept.
         keeps: the names of the results of a layer that stay where its forward is to run again.
+        device_type: ``cuda`` or ``cpu``: it decides how many logits the loss works on at once.
     """
 
     spec: ModelSpec
@@ -80,6 +81,7 @@ class BlockSizes:
     sequence_parallel: bool = False
     regather: bool = False
     keeps: frozenset[str] = frozenset()
+    device_type: str = "cuda"
 
     @classmethod
     def of(
@@ -242,7 +244,7 @@ class BlockSizes:
             self.tokens, tokens_of_logits(self.spec.vocab_size, itemsize=self.itemsize, ranks=self.tp)
         )
         logits = chunk * vocabulary * self.itemsize
-        rows = min(chunk, max(1, LOSS_ELEMENTS // vocabulary))
+        rows = min(chunk, max(1, LOSS_ELEMENTS[self.device_type] // vocabulary))
         # Log-probabilities; the logits in float32 or higher; and the last rows' are gone only then.
         copies = 1 + (self.itemsize != self.high) + (rows < chunk)
         work = rows * vocabulary * self.high * copies

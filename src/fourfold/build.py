@@ -56,7 +56,32 @@ def build(
     recompute: RecomputeName = NO_RECOMPUTATION,
     blocks: Sequence[Block] = (),
 ) -> Program:
-    """Write the program of a training step, checked.
+    """Write the program of a training step, checked; see `written`."""
+    check(schedule)
+    program = written(
+        schedule,
+        segments_of_stage=segments_of_stage,
+        units=units,
+        sharding=sharding,
+        lookups=lookups,
+        recompute=recompute,
+        blocks=blocks,
+    )
+    check(program)
+    return program
+
+
+def written(
+    schedule: Program,
+    *,
+    segments_of_stage: Sequence[int],
+    units: Sequence[UnitUse],
+    sharding: Sharding,
+    lookups: frozenset[int] = frozenset(),
+    recompute: RecomputeName = NO_RECOMPUTATION,
+    blocks: Sequence[Block] = (),
+) -> Program:
+    """Write the program of a training step.
 
     Args:
         schedule: the order of F and B (or I and W) over stages, from `fourfold.layer.schedules`.
@@ -67,7 +92,6 @@ def build(
         recompute: which forwards run again.
         blocks: times and sizes of the segments, for a policy that computes again.
     """
-    check(schedule)
     program = expanded(schedule, segments_of_stage=segments_of_stage, recomputed=not recompute.is_none)
     program = replace(
         program,
@@ -81,9 +105,7 @@ def build(
     program = with_recomputation(program, recompute, blocks, stages=stages)
     program = with_gathers(program, prefetch=sharding.prefetch, keep=sharding.keep)
     program = with_reductions(program, every_microbatch=sharding.placement.gradients and not sharding.keep)
-    program = with_transfers(program)
-    check(program)
-    return program
+    return with_transfers(program)
 
 
 def evaluation(training: Program, *, microbatches: int, sharding: Sharding) -> Program:

@@ -6,7 +6,7 @@ cluster may have any size. Where they hold unequal parts, it is one that holds m
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
 from fourfold.layer.schedules import schedule_of
+from fourfold.layer.transfers import arrivals
 from fourfold.memory import Category
 from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
 from fourfold.program.actions import COMPUTE, Action, Kind
@@ -69,7 +70,7 @@ class Explanation:
         """What the memory of a pipeline rank follows from, on the rank of the pieces that owns most."""
         step, found = self.step, self.outline
         shard = found.heaviest_shard(rank) if shard is None else shard
-        sizes = step.sizes
+        sizes = replace(step.sizes, device_type=self.device_type)
         of_kind = {"embed": sizes.embed(), "head": sizes.head(), "layer": sizes.layer()}
         tokens = step.rows * step.sequence_length
         own = sizes.tokens if step.layout.cp > 1 else 0  # a rank's own tokens are copies then
@@ -82,7 +83,12 @@ class Explanation:
             batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
             rotary_bytes=sizes.tokens * step.spec.head_dim * 3 // 2 * step.itemsize,
             equal_pieces_are_summed_in_place=self.device_type == "cuda",
+            arrived=self._arrivals[rank],
         )
+
+    @cached_property
+    def _arrivals(self) -> list[dict[Action, tuple[Action, ...]]]:
+        return arrivals(self.outline.program)
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:

@@ -14,13 +14,14 @@ from fourfold.batch.costs import UnitSize
 from fourfold.batch.pieces import Pieces, cut
 from fourfold.batch.reduction import blocks_of_segments
 from fourfold.block_memory import BlockSizes
-from fourfold.build import Sharding, UnitUse, build
+from fourfold.build import Sharding, UnitUse, written
 from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
 from fourfold.channel.plans import decoder_plan
 from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
 from fourfold.program.actions import Program
+from fourfold.program.check import check
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
@@ -178,7 +179,8 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
     ]
     units = _units(step, cuts, blocks, rank_of_segment, tp_rank)
     replicas = layout.size(*layout.replica_axes)
-    program = build(
+    check(order)  # a file may hold anything; what the passes write is checked before it runs
+    program = written(
         order,
         segments_of_stage=per_stage,
         units=[

@@ -52,6 +52,7 @@ class Holdings:
         batch_bytes: of all microbatches' tokens, labels and positions.
         rotary_bytes: of one microbatch's rotary angles.
         equal_pieces_are_summed_in_place: whether a reduction of equal pieces needs no room (NCCL's does not).
+        arrived: what `fourfold.layer.transfers.arrived` says, if it is known already.
     """
 
     program: Program
@@ -62,6 +63,7 @@ class Holdings:
     batch_bytes: int
     rotary_bytes: int
     equal_pieces_are_summed_in_place: bool = True
+    arrived: Mapping[Action, Sequence[Action]] | None = None
 
 
 def rank_memory(holdings: Holdings) -> RankMemory:
@@ -79,7 +81,7 @@ class _Walk:
         self._holdings = holdings
         self._program = program = holdings.program
         self._left = left_behind(program.ranks[holdings.rank])
-        self._arrived = arrived(program, holdings.rank)
+        self._arrived = holdings.arrived or arrived(program, holdings.rank)
         self.now = dict.fromkeys(Category, 0)
         self._persistent()
         self.rest = dict(self.now)

@@ -51,7 +51,7 @@ def explain(
     if picture is not None and picture.suffix not in (".png", ".svg"):
         problems.append(f"--picture {picture}: the file's name must end in .png or .svg")
     given = {"layout": layout, "dtype": dtype, "recompute": recompute, **numbers}
-    step = _step(run_file, model, given, problems)
+    step = step_asked_for(run_file, model, given, problems)
     found = predict(step, device_type=device)
     typer.echo(json.dumps(found.to_json()) if as_json else text(found, model or str(run_file)))
     if picture is not None:
@@ -60,16 +60,16 @@ def explain(
         draw(found, picture, name=model or str(run_file))
 
 
-def _step(
+def step_asked_for(
     run_file: Path | None, model: str | None, given: dict[str, str | int | None], problems: list[str]
 ) -> "Step":
-    """What is asked for. Raises `UserError` with all that is wrong with it."""
+    """The step that the options of `explain` or `rehearse` describe. Raises `UserError` with all problems."""
     from fourfold.outline import Step
     from fourfold.specs import RunSpec
 
     if (run_file is None) == (model is None):
         raise UserError(
-            "give a run file or --model, one of them: e.g. fourfold explain --model llama3-8b "
+            "give a run file or --model, one of them: e.g. --model llama3-8b "
             "--sequence 8192 --batch 512 --layout fsdp64",
             *problems,
         )
@@ -149,11 +149,13 @@ def _text(value: str | int | None) -> str | None:
 
 def text(found: "Explanation", name: str) -> str:
     """An explanation as tables."""
-    return "\n\n".join([_title(found, name), _memory(found), _flops(found), _traffic(found), _drawn(found)])
+    return "\n\n".join(
+        [title(found.step, name), _memory(found), _flops(found), _traffic(found), _drawn(found)]
+    )
 
 
-def _title(found: "Explanation", name: str) -> str:
-    step = found.step
+def title(step: "Step", name: str) -> str:
+    """What the step is, in two lines."""
     ranks = step.layout.world_size
     return (
         f"{name}: {step.spec.num_parameters:,} parameters on {ranks:,} {'ranks' if ranks > 1 else 'rank'}, "
@@ -172,14 +174,14 @@ def _memory(found: "Explanation") -> str:
             [
                 str(rank),
                 ", ".join(found.blocks(rank)),
-                *(_size(held.at_peak[category]) for category in Category),
-                _size(held.peak),
+                *(size(held.at_peak[category]) for category in Category),
+                size(held.peak),
                 f"{found.in_flight[rank]:.4g}",
             ]
         )
     return (
         "what a rank holds when it holds most, in GiB; in flight: microbatches between forward and backward\n"
-        + _table(rows, left=2)
+        + table(rows, left=2)
     )
 
 
@@ -208,12 +210,12 @@ def _traffic(found: "Explanation") -> str:
     rank = totals.index(max(totals))
     rows = [["op", "axis", "calls", "messages", "sent"]]
     rows += [
-        [row.op, row.axis, f"{row.calls:,}", _size(row.message_bytes), _size(row.sent_bytes)]
+        [row.op, row.axis, f"{row.calls:,}", size(row.message_bytes), size(row.sent_bytes)]
         for row in found.traffic[rank]
     ]
     where = f", on pipeline rank {rank}, where it is most" if found.step.layout.pp > 1 else ""
     return f"what a rank sends and receives in a step, in GiB{where}\n" + (
-        _table(rows, left=2) if len(rows) > 1 else "nothing"
+        table(rows, left=2) if len(rows) > 1 else "nothing"
     )
 
 
@@ -235,7 +237,7 @@ def _drawn(found: "Explanation") -> str:
     return "\n".join([what, *lines])
 
 
-def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
+def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Columns side by side, the first ``left`` of them aligned to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -248,6 +250,6 @@ def _table(rows: Sequence[Sequence[str]], *, left: int) -> str:
     return "\n".join(lines)
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     """Bytes in GiB, with so many digits that a small number is not 0."""
     return f"{nbytes / 2**30:.2f}" if nbytes >= 2**30 / 10 or not nbytes else f"{nbytes / 2**30:.2g}"

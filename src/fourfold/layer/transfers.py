@@ -97,15 +97,19 @@ def arrived(program: Program, rank: int) -> dict[Action, tuple[Action, ...]]:
     an edge than there are pipeline ranks and one: then the oldest is waited for, which cannot end in a circle
     by [Note: messages in order].
     """
-    found: dict[Action, tuple[Action, ...]] = {}
+    return arrivals(program)[rank]
+
+
+def arrivals(program: Program) -> list[dict[Action, tuple[Action, ...]]]:
+    """The same for all ranks."""
+    found: list[dict[Action, tuple[Action, ...]]] = [{} for _ in program.ranks]
     for peer, actions in enumerate(program.ranks):
-        consumed: list[Action] = []
-        for action in actions if peer != rank else ():
-            receive = program.message_needed(action) if action.kind in COMPUTE else None
-            if receive is not None and program.peer(receive) == rank:
-                consumed.append(receive.other_end)
-            elif action.kind in SENDS and program.peer(action) == rank:
+        consumed: dict[int, list[Action]] = {}  # by the rank that sent it
+        for action in actions:
+            receive = program.message_needed(action) if action.kind in STARTS_FROM else None
+            if receive is not None and program.peer(receive) != peer:
+                consumed.setdefault(program.peer(receive), []).append(receive.other_end)
+            elif action.kind in SENDS and (rank := program.peer(action)) != peer:
                 use = program.user(action.other_end)
-                found[use] = (*found.get(use, ()), *consumed)
-                consumed = []
+                found[rank][use] = (*found[rank].get(use, ()), *consumed.pop(rank, ()))
     return found
