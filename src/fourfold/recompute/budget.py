@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fourfold.program.liveness import Block
-from fourfold.recompute.plan import Cheapest, Plan
+from fourfold.recompute.plan import Plan
 
 GIGABYTE = 10**9
 
@@ -46,6 +46,8 @@ def plans_within(budget_bytes: int, stages: Sequence[StageUse]) -> list[Plan] | 
 
     See [Note: a budget of a rank].
     """
+    from fourfold.recompute.cheapest import Cheapest  # with numpy, which takes a while to load
+
     spare_bytes = budget_bytes - sum(stage.in_flight * stage.chain[0].input_bytes for stage in stages)
     if spare_bytes < 0:
         return None
