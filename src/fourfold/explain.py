@@ -272,12 +272,12 @@ def summed_up(events: Sequence[Event], layout: Layout) -> list[Traffic]:
     calls: Counter[tuple[str, str]] = Counter()
     message: Counter[tuple[str, str]] = Counter()
     sent: dict[tuple[str, str], float] = {}
-    for event in events:
+    for event, times in Counter(events).items():  # most are alike
         key = event.op, event.axis
-        calls[key] += 1
-        message[key] += event.bytes
+        calls[key] += times
+        message[key] += times * event.bytes
         size = layout.size(*event.axis.split(","))
-        sent[key] = sent.get(key, 0.0) + sent_bytes(event, size)
+        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, size)
     found = [Traffic(*key, calls[key], message[key], sent[key]) for key in calls]
     return sorted(found, key=lambda row: (-row.message_bytes, row.op, row.axis))
 
