@@ -1,19 +1,29 @@
 """What a rehearsal says of a rank is what the rank does: events, FLOPs, and bytes at the peak."""
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fourfold.cli import app
 from fourfold.data import SyntheticDataset
+from fourfold.errors import UserError
+from fourfold.explain import Explanation
+from fourfold.memory import Category
 from fourfold.mesh import Mesh
-from fourfold.rehearsal.run import Recorded, Watch, rehearse
-from fourfold.specs import ModelSpec, RunSpec
+from fourfold.outline import Step, outline
+from fourfold.rank_memory import rank_memory
+from fourfold.rehearsal.run import Recorded, Watch, rehearse, run_of
+from fourfold.specs import Layout, ModelSpec
+from fourfold.specs.recompute_name import RecomputeName
 from fourfold.training import Trainer
 from tests.ranks import RankPool
 
-LENGTH = 64
+LENGTH = 128
 
 
-def a_run(
+def a_step(
     layout: str,
     *,
     model: str = "tiny",
@@ -21,45 +31,41 @@ def a_run(
     dtype: str = "float32",
     recompute: str = "none",
     optimizer: str = "adamw",
-) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "layout": layout,
-            "model": {"preset": model},
-            "data": {"sequence_length": LENGTH},
-            "training": {
-                "steps": 2,
-                "batch": 8,
-                "microbatches": microbatches,
-                "dtype": dtype,
-                "recompute": recompute,
-            },
-            "optimizer": {"name": optimizer, "learning_rate": 1e-3},
-        }
+) -> Step:
+    return Step(
+        ModelSpec.preset(model),
+        Layout.parse(layout),
+        batch=8,
+        sequence_length=LENGTH,
+        microbatches=microbatches,
+        dtype=dtype,
+        recompute=RecomputeName.parse(recompute),
+        optimizer=optimizer,
     )
 
 
-def really(run: RunSpec, model: str) -> Recorded:
+def rows(step: Step) -> SyntheticDataset:
+    return SyntheticDataset(step.spec.vocab_size, LENGTH, seed=0)
+
+
+def really(step: Step) -> Recorded:
     """What a living rank does."""
     watch = Watch(torch.device("cpu"))
-    spec = ModelSpec.preset(model)
-    data = watch.rows_of(SyntheticDataset(spec.vocab_size, LENGTH, seed=0))
-    return watch.second_step(Trainer(run, spec, Mesh(run.layout), data=data))
+    mesh = Mesh(step.layout)
+    return watch.second_step(Trainer(run_of(step), step.spec, mesh, data=watch.rows_of(rows(step))))
 
 
 CASES = [
     ("dp1", {}),
-    ("dp2", {}),
     ("dp1", {"recompute": "full"}),
     ("dp1", {"recompute": "sqrt", "dtype": "bfloat16"}),
     ("fsdp2", {}),
     ("fsdp2", {"recompute": "full"}),
-    ("fsdp3:zero2", {"dtype": "bfloat16"}),
+    ("fsdp4:zero2", {"dtype": "bfloat16"}),
     ("dp2,fsdp2", {"optimizer": "muon"}),
     ("pp2", {"microbatches": 4}),
     ("pp2", {"microbatches": 4, "recompute": "full"}),
     ("pp2:interleaved2,fsdp2", {}),
-    ("tp2", {}),
     ("tp2", {"dtype": "bfloat16", "recompute": "every:2"}),
     ("tp4:allreduce", {}),
     ("cp2:ring", {}),
@@ -70,23 +76,77 @@ CASES = [
 @pytest.mark.parametrize(("layout", "options"), CASES)
 def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict[str, object]) -> None:
     model = "tiny-qwen3" if options.get("dtype") == "bfloat16" else "tiny"
-    run = a_run(layout, model=model, **options)  # type: ignore[arg-type]
-    spec = ModelSpec.preset(model)
-    data = SyntheticDataset(spec.vocab_size, LENGTH, seed=0)
-    found = ranks(run.layout.world_size, really, run, model)
+    step = a_step(layout, model=model, **options)  # type: ignore[arg-type]
+    found = ranks(step.layout.world_size, really, step)
     for rank in {0, len(found) - 1}:
         real = found[rank]
-        rehearsed = rehearse(run, spec, rank=rank, device_type="cpu", data=data)
-        print(
-            rank,
-            real.peak_bytes,
-            rehearsed.peak_bytes,
-            sum(real.peak_bytes.values()),
-            sum(rehearsed.peak_bytes.values()),
-            real.flops,
-        )
+        rehearsed = rehearse(step, rank=rank, device_type="cpu", data=rows(step))
         assert rehearsed.events == real.events
         assert rehearsed.flops == real.flops > 0
         # AdamW in operations has its counts of steps on the CPU, the fused one on the device: 4 bytes each.
         assert sum(rehearsed.rest_bytes.values()) == pytest.approx(sum(real.rest_bytes.values()), abs=64)
-        assert sum(rehearsed.peak_bytes.values()) == pytest.approx(sum(real.peak_bytes.values()), rel=0.01)
+        # gloo's thread holds the tensors of the last collective a moment longer than we do.
+        # The loss of a CPU goes through smaller chunks of logits than that of a device.
+        exact = {"rel": 1e-3 if len(found) == 1 else 0.05}
+        assert sum(rehearsed.peak_bytes.values()) == pytest.approx(sum(real.peak_bytes.values()), **exact)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "rank", "batch", "recompute"),
+    [
+        ("small-2m", "fsdp64", 63, 64, "none"),
+        ("small-10m", "pp4,dp2,tp2", 11, 16, "full"),
+        ("tiny", "pp2:zb-h1,fsdp2,tp2", 1, 8, "none"),
+        ("tiny-qwen3", "fsdp2,tp2", 3, 4, "every:2"),
+        ("llama3-405b", "pp4,fsdp128,tp8", 1024 * 2 + 5, 128, "full"),
+    ],
+)
+def test_a_rehearsal_is_what_is_predicted(
+    model: str, layout: str, rank: int, batch: int, recompute: str
+) -> None:
+    """The same from the running code as from the formulas, of ranks that are not here."""
+    spec = ModelSpec.preset(model)
+    if model == "llama3-405b":
+        spec = spec.replace({"num_hidden_layers": 16})
+    if model == "tiny-qwen3":  # a vocabulary of which all ranks have as much
+        spec = spec.replace({"vocab_size": 512})
+    parsed = Layout.parse(layout)
+    step = Step(
+        spec,
+        parsed,
+        batch=batch,
+        sequence_length=8192 if "llama" in model else LENGTH,
+        microbatches=batch // parsed.size("dp", "fsdp"),
+        dtype="bfloat16",
+        recompute=RecomputeName.parse(recompute),
+    )
+    found = rehearse(step, rank=rank)
+    at = parsed.coordinates(rank)
+    shard = at["fsdp"]
+    explained = Explanation(step, outline(step, tp_rank=at["tp"]))
+    assert list(found.events) == explained.events(at["pp"], shard=shard)
+    assert found.flops * parsed.tp == explained.flops[at["pp"]].executed
+    predicted = rank_memory(explained.holdings(at["pp"], shard))
+    assert sum(found.peak_bytes.values()) == pytest.approx(predicted.peak, rel=0.05)
+    for category in (Category.WEIGHTS, Category.OPTIMIZER):
+        assert found.rest_bytes[category] == predicted.rest[category] > 0
+
+
+def test_the_command_prints_what_was_counted() -> None:
+    given = ["rehearse", "--model", "tiny", "--sequence", "64", "--batch", "4", "--layout", "fsdp2,tp2"]
+    result = CliRunner().invoke(app, [*given, "--rank", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["coordinates"] == {"pp": 0, "dp": 0, "fsdp": 1, "cp": 0, "tp": 1}
+    assert sum(found["memory_at_peak_bytes"].values()) == found["peak_bytes"]
+    assert found["peak_bytes"] == pytest.approx(found["predicted_peak_bytes"], rel=0.05)
+    printed = CliRunner().invoke(app, [*given, "--rank", "3"]).output
+    assert "rehearsed: rank 3 (fsdp 1, tp 1)" in printed
+    assert f"{found['flops']:.6g}" in printed
+
+
+def test_a_rank_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="rank 4 is not in dp4: use 0 to 3"):
+        rehearse(a_step("dp4"), rank=4)
+    given = ["rehearse", "--model", "tiny", "--sequence", "64", "--batch", "4", "--layout", "dp4"]
+    assert CliRunner().invoke(app, [*given, "--rank", "4"]).exit_code == 2

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fourfold.collectives import all_gather
 from fourfold.errors import UserError
 from fourfold.mesh import Axis
-from fourfold.models.loss import CHUNK_ELEMENTS, check_labels
+from fourfold.models.loss import check_labels, rows_at_once
 
 
 def vocabulary_parallel_cross_entropy_sum(
@@ -49,7 +49,7 @@ class _CrossEntropySum(torch.autograd.Function):
         is_mine, column_N = _columns(labels_N, first, logits_NV.shape[-1])
         valid = labels_N >= 0
         statistics_2N = torch.zeros(2, len(labels_N), dtype=high, device=logits_NV.device)
-        rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
+        rows = rows_at_once(logits_NV)
         for n in range(0, len(labels_N), rows):
             logits, chunk = logits_NV[n : n + rows], slice(n, n + rows)
             at_label = logits.gather(1, column_N[chunk, None])[:, 0]

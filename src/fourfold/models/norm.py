@@ -36,6 +36,7 @@ class RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x normalised."""
         x_high = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.linalg.vector_norm(x_high, dim=-1, keepdim=True).square_()
         scale = scale.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -45,6 +46,7 @@ class RMSNormOnCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of x and the weight."""
         x, weight, scale = ctx.saved_tensors
         n = x.to(scale.dtype) * scale
         t = n * grad

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.batch.units import Unit
 from fourfold.memory import Category
+from fourfold.sequence.ops import INSIDE
 from fourfold.traffic import Event
 
 aten = torch.ops.aten
@@ -111,6 +112,9 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()
+        if func in INSIDE:
+            with self:
+                return INSIDE[func](*args, **kwargs)
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device.type:

@@ -14,15 +14,17 @@ from torch.optim.optimizer import (
 
 from fourfold.collectives import record
 from fourfold.data import Dataset
+from fourfold.errors import UserError
 from fourfold.flop_counter import FlopCounter
 from fourfold.memory import Category
 from fourfold.mesh import Axis, RehearsedMesh, StandIn
 from fourfold.models import Microbatch
 from fourfold.models.rope import Rotary
+from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
 from fourfold.rehearsal.kernels import Kernels
 from fourfold.rehearsal.ledger import Ledger
-from fourfold.specs import ModelSpec, RunSpec
+from fourfold.specs import ModelSection, ModelSpec, RunSpec
 from fourfold.traffic import Event
 from fourfold.training import Trainer
 
@@ -65,26 +67,54 @@ class WholeRows:
 
 
 def rehearse(
-    run: RunSpec, model_spec: ModelSpec, *, rank: int, device_type: str = "cuda", data: Dataset | None = None
+    step: Step, *, rank: int = 0, device_type: str = "cuda", data: Dataset | None = None
 ) -> Recorded:
-    """Return what a rank of ``run.layout`` would do in a step, on its own and without data.
+    """Return what a rank of a layout would do in a step, on its own and without data.
 
     The code is that of a run, on PyTorch's meta device: tensors have shapes and sizes, but no elements.
     Process groups are stand-ins. The second step counts, in which the optimizer has its state from the first.
 
     Args:
-        run: the run.
-        model_spec: its model.
+        step: the model, its layout, and what it trains on.
         rank: of the layout.
         device_type: ``cuda`` with NCCL, or ``cpu`` with gloo: whose kernels and collectives it would use.
         data: gives the rows; by default each is one document, and all labels count.
+
+    Raises:
+        UserError: with every rule that the layout breaks, or for a rank that it does not have.
     """
+    run = run_of(step)
+    run.check()
+    if not 0 <= rank < step.layout.world_size:
+        raise UserError(
+            f"rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}",
+        )
     backend = "nccl" if device_type == "cuda" else "gloo"
     watch = Watch(torch.device("meta"))
     mesh = RehearsedMesh(run.layout, rank, StandIn(backend, watch.touch))
-    data = watch.rows_of(data or WholeRows(model_spec.vocab_size, run.data.sequence_length))
+    data = watch.rows_of(data or WholeRows(step.spec.vocab_size, step.sequence_length))
     with Kernels(device_type):
-        return watch.second_step(Trainer(run, model_spec, mesh, data=data))
+        return watch.second_step(Trainer(run, step.spec, mesh, data=data))
+
+
+def run_of(step: Step) -> RunSpec:
+    """A run of two such steps."""
+    return RunSpec.model_validate(
+        {
+            "layout": step.layout,
+            "model": ModelSection(overrides=step.spec.model_dump(mode="json", exclude_none=True)),
+            "data": {"sequence_length": step.sequence_length},
+            "training": {
+                "steps": 2,
+                "batch": step.batch,
+                "microbatches": step.microbatches,
+                "dtype": step.dtype,
+                "recompute": step.recompute,
+            },
+            "sharding": step.sharding,
+            "optimizer": {"name": step.optimizer, "learning_rate": 1e-3},
+        }
+    )
 
 
 class Watch:

@@ -8,7 +8,7 @@ among them, so neither attention nor its messages run again.
 `Place`, and the documents as one list of all rows' lengths: rows are equally long, so it can be cut again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, count
@@ -64,8 +64,7 @@ class Place:
         return exchanged.split([heads // self.ulysses.size, kv, kv], 2)
 
 
-@torch.library.custom_op("fourfold::context_attention", mutates_args=())
-def context_attention(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,8 +91,7 @@ def context_attention(
     return out, lse.contiguous(), exchanged, attended.contiguous()
 
 
-@torch.library.custom_op("fourfold::context_attention_backward", mutates_args=())
-def context_attention_backward(
+def _attend_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -125,6 +123,18 @@ def context_attention_backward(
         found = dq, summed_copies(dk, kv_heads), summed_copies(dv, kv_heads)
     dq, dk, dv = (gradient.contiguous() for gradient in found)
     return dq, dk, dv
+
+
+context_attention = torch.library.custom_op("fourfold::context_attention", _attend, mutates_args=())
+context_attention_backward = torch.library.custom_op(
+    "fourfold::context_attention_backward", _attend_backward, mutates_args=()
+)
+
+INSIDE: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
+    torch.ops.fourfold.context_attention.default: _attend,
+    torch.ops.fourfold.context_attention_backward.default: _attend_backward,
+}
+"""What the ops run, for a dispatch mode that is to see the operations inside of them."""
 
 
 @context_attention.register_fake

@@ -1,0 +1,131 @@
+"""``fourfold rehearse``: one rank's training step, run without the other ranks and without data."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fourfold.cli.explain import size, step_asked_for, table, title
+from fourfold.errors import UserError
+
+if TYPE_CHECKING:
+    from fourfold.outline import Step
+    from fourfold.rank_memory import RankMemory
+    from fourfold.rehearsal.run import Recorded
+
+
+def rehearse(
+    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file.")] = None,
+    model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout, e.g. pp16,fsdp128,tp8.")] = None,
+    rank: Annotated[int, typer.Option(help="Which rank of the layout.")] = 0,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Pieces of a rank's share of a batch. With --model by default 1 sequence each."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of computation. With --model by default bfloat16.")
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Forwards that run again: none, full, every:2, budget:20...")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Whose kernels and collectives: cuda or cpu.")] = "cuda",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run the real code of a step as one rank of any layout, on tensors without data; count what it takes."""
+    numbers = {"sequence": sequence, "batch": batch, "microbatches": microbatches}
+    problems = [
+        f"--{name} {value} is too small: use 1 or more"
+        for name, value in numbers.items()
+        if value is not None and value < 1
+    ]
+    if device not in ("cuda", "cpu"):
+        problems.append(f"--device {device} does not exist: use cuda or cpu")
+    given = {"layout": layout, "dtype": dtype, "recompute": recompute, **numbers}
+    step = step_asked_for(run_file, model, given, problems)
+    if not 0 <= rank < step.layout.world_size:
+        raise UserError(f"--rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}")
+    predicted = _predicted(step, rank, device)
+
+    from fourfold.rehearsal.run import rehearse as run
+
+    found = run(step, rank=rank, device_type=device)
+    if as_json:
+        typer.echo(json.dumps(to_json(step, found, predicted)))
+    else:
+        typer.echo(text(step, found, predicted, model or str(run_file)))
+
+
+def _predicted(step: "Step", rank: int, device: str) -> "RankMemory":
+    """What floor 0 says of the memory of this very rank. Raises `UserError` for a layout that cannot be."""
+    from fourfold.explain import Explanation, explain
+    from fourfold.outline import outline
+    from fourfold.rank_memory import rank_memory
+
+    explain(step, device_type=device)
+    at = step.layout.coordinates(rank)
+    shard = 0
+    for axis in step.layout.shard_axes:
+        shard = shard * step.layout.size(axis) + at[axis]
+    found = Explanation(step, outline(step, tp_rank=at["tp"]), device)
+    return rank_memory(found.holdings(at["pp"], shard))
+
+
+def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[str, Any]:
+    """All of it as numbers and texts; bytes and FLOPs are whole."""
+    from dataclasses import asdict
+
+    from fourfold.explain import summed_up
+
+    return {
+        "layout": str(step.layout),
+        "rank": found.rank,
+        "coordinates": dict(step.layout.coordinates(found.rank)),
+        "peak_bytes": sum(found.peak_bytes.values()),
+        "memory_at_peak_bytes": {c.value: n for c, n in found.peak_bytes.items()},
+        "memory_between_steps_bytes": {c.value: n for c, n in found.rest_bytes.items()},
+        "predicted_peak_bytes": predicted.peak,
+        "predicted_at_peak_bytes": {c.value: n for c, n in predicted.at_peak.items()},
+        "flops": found.flops,
+        "traffic": [asdict(row) for row in summed_up(found.events, step.layout)],
+    }
+
+
+def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) -> str:
+    """A rehearsal as tables."""
+    from fourfold.explain import summed_up
+    from fourfold.memory import Category
+    from fourfold.specs import AXES
+
+    coordinates = step.layout.coordinates(found.rank)
+    at = ", ".join(f"{axis} {coordinates[axis]}" for axis in AXES if step.layout.size(axis) > 1)
+    place = f" ({at})" if at else ""
+    memory = [["memory in GiB", "between steps", "at the peak", "predicted"]]
+    memory += [
+        [
+            category.value,
+            size(found.rest_bytes[category]),
+            size(found.peak_bytes[category]),
+            size(predicted.at_peak[category]),
+        ]
+        for category in Category
+    ]
+    peak = sum(found.peak_bytes.values())
+    memory.append(["all", size(sum(found.rest_bytes.values())), size(peak), size(predicted.peak)])
+    rows = [["op", "axis", "calls", "messages", "sent"]]
+    rows += [
+        [row.op, row.axis, f"{row.calls:,}", size(row.message_bytes), size(row.sent_bytes)]
+        for row in summed_up(found.events, step.layout)
+    ]
+    traffic = table(rows, left=2) if len(rows) > 1 else "nothing"
+    return "\n\n".join(
+        [
+            f"{title(step, name)}\nrehearsed: rank {found.rank:,}{place}",
+            f"{table(memory, left=1)}\nthe peak is {peak / predicted.peak - 1:+.2%} off the prediction",
+            f"FLOPs of a step on this rank: {found.flops:.6g}",
+            f"what it sends and receives in a step, in GiB\n{traffic}",
+        ]
+    )
