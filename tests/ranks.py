@@ -204,7 +204,8 @@ class _Rank:
 def _context() -> ForkServerContext:
     """Start new ranks as copies of a process that has imported torch already, which takes seconds."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "fourfold.training", "fourfold.verify"])
+    # The first optimizer of a process would import torch._dynamo, which takes seconds as well.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "fourfold.training", "fourfold.verify"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
