@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import RunStopped, UserError
-from fourfold.run_folder import make_run_folder, writing
+from fourfold.run_folder import make_run_folder, resumed_run_folder, writing
 
 
 def test_a_second_run_gets_a_folder_of_its_own(tmp_path: Path):
@@ -37,3 +37,13 @@ def test_a_full_disk_is_named():
     message = r"cannot write /runs/a/loss\.png: No space left on device"
     with pytest.raises(RunStopped, match=message), writing(Path("/runs/a/loss.png")):
         Path("/dev/full").write_text("x")
+
+
+def test_a_run_that_goes_on_takes_its_folder(tmp_path: Path):
+    wanted = tmp_path / "runs" / "quickstart"
+    assert resumed_run_folder(wanted, "seed = 0\n") == wanted, "there is nothing yet: it is made"
+    assert resumed_run_folder(wanted, "seed = 1\n") == wanted
+    assert (wanted / "run.toml").read_text() == "seed = 0\n", "until the run goes on"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"is not the folder of a run, for it has no run\.toml"):
+        resumed_run_folder(tmp_path, "")

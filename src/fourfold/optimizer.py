@@ -1,7 +1,7 @@
 """The optimizer on the pieces that a rank owns: AdamW, Muon, the gradient norm, clipping."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,24 @@ def optimizers(parallel: ParallelModel, spec: OptimizerSection) -> list[torch.op
     return made
 
 
+MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
+"""What an optimizer keeps of each element, by torch's names."""
+
+
+def moments_(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return an optimizer's state of a parameter, made as its first step makes it where there is none."""
+    state = optimizer.state[parameter]
+    if not state:
+        if isinstance(optimizer, torch.optim.AdamW):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in MOMENTS[type(optimizer)]:
+            state[name] = torch.zeros_like(parameter, requires_grad=False)
+    return state
+
+
 NORM_ROW = 4096
 """Squares of so many elements are summed in the gradients' own dtype, sums of those in float64."""
 
@@ -152,6 +170,7 @@ class Update:
     Attributes:
         learning_rate: of the next update.
         norm: of the whole gradient at the last update, before clipping.
+        updates: how many there were.
     """
 
     def __init__(
@@ -162,6 +181,30 @@ class Update:
         self._clip_norm = clip_norm
         self.learning_rate = 0.0
         self.norm = math.nan
+        self.updates = 0
+
+    def moments(self, unit: Unit) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yield the runs of a unit's piece that are updated together, each with its flat moments by name.
+
+        They are what the optimizer works on, to be read or written; where it has none yet, they are made.
+        """
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if parameter.untyped_storage().data_ptr() == unit.master.untyped_storage().data_ptr():
+                    start = parameter.storage_offset() - unit.master.storage_offset()
+                    state = moments_(optimizer, parameter)
+                    yield (
+                        slice(start, start + parameter.numel()),
+                        {name: state[name].view(-1) for name in MOMENTS[type(optimizer)]},
+                    )
+
+    def continue_(self, updates: int) -> None:
+        """Go on after so many updates, whose moments were written to `moments`."""
+        self.updates = updates
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(updates)
 
     def __call__(self, loss_sum: Tensor) -> None:
         """Update the weights, given the loss of the global batch; not at all if it or the norm is not finite.
@@ -178,4 +221,5 @@ class Update:
             for group in optimizer.param_groups:
                 group["lr"] = self.learning_rate
             optimizer.step()
+        self.updates += 1
         self._parallel.publish_()

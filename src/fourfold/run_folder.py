@@ -8,7 +8,6 @@ from fourfold.errors import RunStopped, UserError
 
 RUN_FILE = "run.toml"
 METRICS = "metrics.jsonl"
-CHECKPOINT = "checkpoint"
 
 
 def make_run_folder(wanted: Path, run_file: str) -> Path:
@@ -30,6 +29,21 @@ def make_run_folder(wanted: Path, run_file: str) -> Path:
             "--set folder=PATH"
         ) from error
     return folder
+
+
+def resumed_run_folder(wanted: Path, run_file: str) -> Path:
+    """Return the folder of a run to go on in it; where there is none, or an empty one, it is made.
+
+    The run file in it stays until the run goes on. Raises UserError where something else is in the folder.
+    """
+    if wanted.is_dir() and any(wanted.iterdir()):
+        if not (wanted / RUN_FILE).exists():
+            raise UserError(
+                f"{wanted} is not the folder of a run, for it has no {RUN_FILE}: to resume a run in another "
+                "folder use --set folder=PATH"
+            )
+        return wanted
+    return make_run_folder(wanted, run_file)
 
 
 def _taken(folder: Path) -> bool:

@@ -78,11 +78,23 @@ def train(
     eval_data: Dataset,
     on_report: Callable[[Report], None],
     on_start: Callable[[ParallelModel], None] = lambda _: None,
+    resume: Callable[["Trainer"], int] = lambda _: 0,
+    on_step: Callable[["Trainer", int], None] = lambda *_: None,
 ) -> ParallelModel:
-    """Train from step 0 to ``run.training.steps`` and return the model.
+    """Train to step ``run.training.steps`` and return the model.
 
-    Called on every rank of ``mesh``, with the same arguments but ``on_report`` and ``on_start``, which is
-    given the model before its first step.
+    Called on every rank of ``mesh``, with the same arguments but for what is called back:
+
+    Args:
+        run: how to train.
+        model_spec: the model.
+        mesh: the ranks.
+        train_data: gives the batch of every step.
+        eval_data: the held-out tokens.
+        on_report: is given every report.
+        on_start: is given the model before its first step.
+        resume: loads what was saved and returns the step after which it was; 0 to begin.
+        on_step: is given the number of finished steps after each, evaluation included: the time to save.
 
     Raises:
         RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
@@ -90,7 +102,7 @@ def train(
     """
     trainer = Trainer(run, model_spec, mesh, data=train_data)
     on_start(trainer.parallel)
-    for step in range(run.training.steps):
+    for step in range(resume(trainer), run.training.steps):
         report = trainer.step(step)
         on_report(report)
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
@@ -104,6 +116,7 @@ def train(
                     f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are "
                     "broken; try a lower optimizer.learning_rate"
                 )
+        on_step(trainer, report.step)
     return trainer.parallel
 
 
@@ -115,6 +128,10 @@ class Trainer:
         model_spec: the model; its weights are initialised here.
         mesh: the ranks.
         data: gives the batch of every step.
+
+    Attributes:
+        parallel: the model on its ranks.
+        update: its optimizer.
     """
 
     def __init__(self, run: RunSpec, model_spec: ModelSpec, mesh: Mesh, *, data: Dataset):
@@ -134,7 +151,7 @@ class Trainer:
         )
         self._run = run
         self._data = data
-        self._update = Update(
+        self.update = Update(
             self.parallel, optimizers(self.parallel, run.optimizer), clip_norm=run.optimizer.clip_norm
         )
 
@@ -145,7 +162,7 @@ class Trainer:
         valid_tokens = self._data.valid_tokens(step, training.batch)
         batches = self._batches(step)
         data_seconds = time.perf_counter() - began
-        update = self._update
+        update = self.update
         update.learning_rate = learning_rate(step + 1, spec=self._run.optimizer, total_steps=training.steps)
         with record() as events, log_waits() as waits:
             loss_sum = self.parallel.step(batches, valid_tokens=valid_tokens, update=update)

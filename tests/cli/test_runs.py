@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fourfold.checkpoint import load_checkpoint
 from fourfold.cli import app
 from fourfold.specs import ModelSpec, RunSpec
 from tests.cli.test_commands import RUN
@@ -68,7 +69,7 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
         "program.json",
         "program.png",
         "program.txt",
-        "checkpoint",
+        "checkpoints",
     }
     assert {path.name for path in folder.iterdir()} == names
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -117,12 +118,92 @@ def test_a_sharded_run_leaves_the_weights_of_one_that_is_not(finished: tuple[Pat
     replicated, _ = finished
     sharded = folder / "sharded"
     assert {path.name for path in sharded.iterdir()} == {path.name for path in replicated.iterdir()}
-    expected, found = (load_file(f / "checkpoint" / "model.safetensors") for f in (replicated, sharded))
+    expected, found = (load_checkpoint(f).model.state_dict() for f in (replicated, sharded))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5, msg=name)
     assert "0GATHER0" in (sharded / "program.txt").read_text()
     assert "GATHER" not in (replicated / "program.txt").read_text()
+
+
+RESUMED = (
+    *("training.steps=8", "optimizer.schedule=constant", "checkpoint.every=2", "checkpoint.keep=9"),
+    *("evaluation.every=3", "sample.tokens=8"),
+)
+
+
+def settings_of(*values: str) -> list[str]:
+    return [word for value in (*RESUMED, *values) for word in ("--set", value)]
+
+
+def losses_of(folder: Path) -> list[tuple[int, str, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    names = ("loss", "grad_norm", "learning_rate", "evaluation_loss")
+    return [(line["step"], name, line[name]) for line in lines for name in names if name in line]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[tuple[int, str, float]]:
+    """The losses of a run of eight steps that nothing happens to."""
+    whole = start(folder, "train", "run.toml", *settings_of("folder=whole"))
+    whole.communicate(timeout=120)
+    assert whole.returncode == 0
+    return losses_of(folder / "whole")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(folder: Path, undisturbed: list[tuple[int, str, float]]):
+    """The same losses, bit for bit: batches, learning rate, weights and moments are those of step 4."""
+    run = start(folder, "train", "run.toml", *settings_of("folder=cut", "training.steps=100000"))
+    wait_until(lambda: (folder / "cut" / "checkpoints" / "step-000004").exists())
+    for rank in children(run.pid):
+        os.kill(rank, signal.SIGKILL)
+    run.communicate(timeout=SECONDS_TO_END)
+    for path in (folder / "cut" / "checkpoints").iterdir():
+        if path.name > "step-000004":
+            shutil.rmtree(path)  # it may have come some steps further
+    (folder / "cut" / "checkpoints" / "step-000006.part").mkdir()
+    with (folder / "cut" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 5, "lo')
+    resumed = start(folder, "train", "run.toml", *settings_of("folder=cut"), "--resume")
+    output, errors = resumed.communicate(timeout=120)
+    assert (resumed.returncode, errors) == (0, "")
+    assert "\ngoing on after step 4\n" in output
+    assert losses_of(folder / "cut") == undisturbed
+    names = {path.name for path in (folder / "cut" / "checkpoints").iterdir()}
+    assert names == {f"step-00000{step}" for step in (2, 4, 6, 8)}
+
+
+def test_a_run_goes_on_on_another_layout_and_only_as_itself(
+    folder: Path, undisturbed: list[tuple[int, str, float]]
+):
+    there = start(folder, "train", "run.toml", *settings_of("folder=first", "training.steps=4"))
+    there.communicate(timeout=120)
+    asked = settings_of("folder=first")
+    before = (folder / "first" / "run.toml").read_text()
+    other = start(
+        folder, "train", "run.toml", *asked, "--resume", "--set", "seed=7", "--set", "model.rope_theta=9"
+    )
+    output, errors = other.communicate(timeout=120)
+    assert other.returncode == 2
+    lines = dict.fromkeys(line.partition("error: ")[2] for line in errors.splitlines())
+    assert list(lines) == [
+        "first/checkpoints/step-000004 is of another run: undo these changes, or start a new run without "
+        "--resume",
+        "model.rope_theta: the checkpoint has 10000.0, the run 9.0",
+        "seed: the checkpoint has 0, the run 7",
+    ]
+    assert (folder / "first" / "run.toml").read_text() == before
+    resumed = start(folder, "train", "run.toml", *asked, "--resume", "--layout", "tp2")
+    assert resumed.communicate(timeout=120)[1] == ""
+    assert RunSpec.load(folder / "first" / "run.toml").layout.tp == 2
+    mine = [line for line in losses_of(folder / "first") if line[:2] != (4, "evaluation_loss")]
+    for one, two in zip(mine, undisturbed, strict=True):
+        assert one[:2] == two[:2]
+        assert one[2] == pytest.approx(two[2], rel=1e-3)
+    again = start(folder, "train", "run.toml", *asked, "--resume", "--layout", "dp1")
+    output, errors = again.communicate(timeout=120)
+    assert (again.returncode, errors) == (0, "")
+    assert output.endswith("nothing is left to do: give a larger training.steps to go on\n")
 
 
 def test_a_killed_rank_ends_the_run(folder: Path):
@@ -190,7 +271,8 @@ def test_torchrun_starts_the_ranks(folder: Path):
         check=True,
     )
     assert run.stdout.count("step 3/3") == 1, "rank 0 alone reports"
-    assert (folder / "joined" / "checkpoint" / "model.safetensors").exists()
+    names = {path.name for path in (folder / "joined" / "checkpoints" / "step-000003").iterdir()}
+    assert names == {"manifest.json", "config.json", "rank-00000.safetensors", "rank-00001.safetensors"}
     assert sorted(path.name for path in folder.glob("joined*")) == ["joined"]
 
 

@@ -27,14 +27,12 @@ def sample(
     """Generate text with the model of a finished run. What is not given is as in its run file."""
     from fourfold.checkpoint import load_checkpoint
     from fourfold.errors import UserError
-    from fourfold.run_folder import CHECKPOINT, RUN_FILE
+    from fourfold.run_folder import RUN_FILE
     from fourfold.specs import RunSpec, SampleSection
 
     if not run_folder.is_dir():
         raise UserError(f"run folder {run_folder} does not exist: give the folder of a finished run")
-    inner = run_folder / CHECKPOINT
-    # A folder from elsewhere may hold the model itself.
-    checkpoint = load_checkpoint(inner if inner.exists() or (run_folder / RUN_FILE).exists() else run_folder)
+    checkpoint = load_checkpoint(run_folder, tell=lambda line: typer.echo(line, err=True))
     run_file = run_folder / RUN_FILE
     settings = RunSpec.load(run_file).sample if run_file.exists() else SampleSection()
     asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}

@@ -13,9 +13,12 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="E.g. training.steps=100; may repeat."),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in the run's folder, from its newest good checkpoint.")
+    ] = False,
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""
-    from fourfold.cli.train_rank import datasets, new_folder, prepared_corpus, train_on_rank
+    from fourfold.cli.train_rank import datasets, prepared_corpus, run_folder, train_on_rank
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
@@ -37,5 +40,5 @@ def train(
         device_type(run.layout.world_size)
         check_local_ranks(run.layout.world_size)
         datasets(run, prepared_corpus(run, tokenizer))
-        folder = new_folder(run, tokenizer)
-    launch(run.layout.world_size, train_on_rank, (run, folder))
+        folder = run_folder(run, tokenizer, resume=resume)
+    launch(run.layout.world_size, train_on_rank, (run, folder, resume))

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from platform import python_version
 from statistics import median
-from typing import TYPE_CHECKING
 
 from fourfold.channel.tensor_parallel import TensorParallel
-from fourfold.checkpoint import save_checkpoint, tokenizer_files
+from fourfold.checkpoint import about_files
+from fourfold.cli.checkpoints import Checkpoints, what_must_stay
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
@@ -27,13 +27,10 @@ from fourfold.pictures import draw_loss, draw_throughput, draw_time, unigram_ent
 from fourfold.program import Timeline, draw
 from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
-from fourfold.run_folder import CHECKPOINT, make_run_folder, writing
+from fourfold.run_folder import RUN_FILE, make_run_folder, resumed_run_folder, writing
 from fourfold.specs import ModelSpec, RunSpec
 from fourfold.traffic import Event
-from fourfold.training import Report, StepReport, train
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fourfold.training import Report, StepReport, Trainer, train
 
 
 def prepared_corpus(run: RunSpec, tokenizer: Tokenizer) -> Prepared:
@@ -50,23 +47,26 @@ def datasets(run: RunSpec, prepared: Prepared) -> tuple[PackedDataset, PackedDat
     )
 
 
-def new_folder(run: RunSpec, tokenizer: Tokenizer) -> Path:
-    """Make the run folder, with the resolved run file in it."""
-    return make_run_folder(Path(run.folder), run.resolved(tokenizer.vocab_size).to_toml())
+def run_folder(run: RunSpec, tokenizer: Tokenizer, *, resume: bool) -> Path:
+    """Make the run folder, or take the one that is there to go on in it; with the resolved run file in it."""
+    make = resumed_run_folder if resume else make_run_folder
+    return make(Path(run.folder), run.resolved(tokenizer.vocab_size).to_toml())
 
 
-def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
+def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = False) -> None:
     """Run the training on one of its ranks. ``folder`` is None in a joined job: rank 0 makes it then."""
     device = device_type(rank.job.local_world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     model_spec = run.model.spec(tokenizer.vocab_size)
-    rank.connect(device_type=device, agree_on=what_is_run(run, model_spec, tokenizer))
+    what = what_is_run(run, model_spec, tokenizer)
+    rank.connect(device_type=device, agree_on=what)
     rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
     prepared = prepared_corpus(run, tokenizer)
     rank.agree("the corpus", contents(prepared))
     train_data, eval_data = datasets(run, prepared)
     if folder is None:
-        folder = rank.on_first("making the run folder", lambda: new_folder(run, tokenizer))
+        folder = rank.on_first("making the run folder", lambda: run_folder(run, tokenizer, resume=resume))
+    run_file = run.resolved(tokenizer.vocab_size).to_toml()
     run, note = with_distinct_evaluation(run, eval_data)
     mesh = Mesh(run.layout, device)
     peak = peak_of(mesh, run.training.dtype)
@@ -110,7 +110,25 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
             if reporter is not None and model.tensor_parallel is not None:
                 reporter.console.print(_stream(model.tensor_parallel))
 
-        files = tokenizer_files(tokenizer)  # read now: they may be gone later
+        checkpoints = Checkpoints(
+            run,
+            folder,
+            mesh,
+            must_stay=what_must_stay({**what, **contents(prepared)}),
+            files=about_files(model_spec, tokenizer),
+            resume=resume,
+            tell=lambda line: None if reporter is None else reporter.console.print(line),
+        )
+
+        def go_on(trainer: Trainer) -> int:
+            start = checkpoints.resume_(trainer)
+            if resume and reporter is not None:
+                assert folder is not None
+                with writing(folder / RUN_FILE):
+                    (folder / RUN_FILE).write_text(run_file)
+                reporter.go_on(start)
+            return start
+
         try:
             model = train(
                 run,
@@ -120,15 +138,19 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
                 eval_data=eval_data,
                 on_report=on_report,
                 on_start=on_start,
+                resume=go_on,
+                on_step=checkpoints.after_step,
             )
-            check_weights(model, step=run.training.steps)
         except RunStopped:
             # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
             # wait for them: when one ends, a launcher ends all.
             with suppress(RunStopped):
                 rank.on_first("drawing how the run went", draw_curves)
             raise
-    _save(rank, run, model, folder, files)
+    if checkpoints.start >= run.training.steps:
+        if reporter is not None:
+            reporter.console.print("nothing is left to do: give a larger training.steps to go on")
+        return
     timeline = measured_timeline(model.executor.trace, mesh.pp)
     by_rank = gauges.of_all_ranks(model)
     text = _sample(run, model, tokenizer)
@@ -143,20 +165,6 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None) -> None:
         if text:
             reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
             print(text, flush=True)
-
-
-def _save(
-    rank: Rank, run: RunSpec, model: ParallelModel, folder: Path | None, tokenizer: Mapping[str, bytes]
-) -> None:
-    """Write the checkpoint on rank 0. All ranks take part."""
-    weights = whole_weights(model, keep=rank.is_first)
-
-    def save() -> None:
-        assert folder is not None
-        step, spec = run.training.steps, model.model.spec
-        save_checkpoint(folder / CHECKPOINT, weights=weights, spec=spec, step=step, tokenizer=tokenizer)
-
-    rank.on_first("writing the checkpoint", save)
 
 
 def _sample(run: RunSpec, model: ParallelModel, tokenizer: Tokenizer) -> str:
@@ -223,20 +231,6 @@ def with_distinct_evaluation(run: RunSpec, eval_data: PackedDataset) -> tuple[Ru
     )
     fewer = run.evaluation.model_copy(update={"batches": batches})
     return run.model_copy(update={"evaluation": fewer}), note
-
-
-def check_weights(model: ParallelModel, *, step: int) -> None:
-    """Raise RunStopped where a weight is not finite: such a checkpoint is good for nothing."""
-    for name, weights in model.named_masters():
-        if not weights.isfinite().all():
-            raise RunStopped(
-                f"the weights after step {step} are not finite, first in {name}: no checkpoint was written"
-            )
-
-
-def whole_weights(model: ParallelModel, *, keep: bool) -> dict[str, "Tensor"]:
-    """Return the whole master weights by name on the rank that keeps them. All ranks take part."""
-    return {name: weights.clone() for name, weights in model.named_masters() if keep}
 
 
 def _draw_curves(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:

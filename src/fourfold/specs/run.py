@@ -185,6 +185,16 @@ class EvaluationSection(Spec):
     batches: int = Field(default=8, ge=1, description="batches in one evaluation")
 
 
+class CheckpointSection(Spec):
+    """[checkpoint]: when weights and moments are saved, besides at the end, and what stays."""
+
+    every: Count = Field(default=1000, description="steps between checkpoints, 0: only at the end")
+    keep: int = Field(default=2, ge=1, description="how many of the newest stay")
+    keep_every: Count = Field(
+        default=0, description="those of every so many steps stay as well, 0: none of them"
+    )
+
+
 class SampleSection(Spec):
     """[sample]: the text generated at the end of a run."""
 
@@ -219,6 +229,7 @@ class RunSpec(Spec):
     sharding: ShardingSection = ShardingSection()
     optimizer: OptimizerSection
     evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     sample: SampleSection = SampleSection()
     logging: LoggingSection = LoggingSection()
 
@@ -332,6 +343,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "sharding": tuple(ShardingSection.model_fields),
     "optimizer": tuple(OptimizerSection.model_fields),
     "evaluation": tuple(EvaluationSection.model_fields),
+    "checkpoint": tuple(CheckpointSection.model_fields),
     "sample": tuple(SampleSection.model_fields),
     "logging": tuple(LoggingSection.model_fields),
 }

@@ -1,4 +1,4 @@
-"""The plain checkpoint at the end of a run: a folder as Hugging Face writes it, and the step.
+"""A model in a folder as Hugging Face writes it, in and out of one process.
 
 model.safetensors   the weights by their Hugging Face names, a tied head stored once
 config.json         the model
@@ -21,13 +21,13 @@ from torch import Tensor
 
 import fourfold
 from fourfold.data import ByteTokenizer, Tokenizer, load_tokenizer
-from fourfold.data.tokenizers import FileTokenizer
 from fourfold.errors import RunStopped, UserError
 from fourfold.models import Decoder
 from fourfold.run_folder import writing
 from fourfold.specs import ModelSpec
 
 WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -40,21 +40,12 @@ class Checkpoint:
     step: int
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files that make the tokenizer again, by name. Read at the start: they may be gone later."""
-    if not isinstance(tokenizer, FileTokenizer):
-        return {}
-    files = {"tokenizer.json": tokenizer.path.read_bytes()}
-    declared = tokenizer.path.with_name("tokenizer_config.json")
-    return files | ({declared.name: declared.read_bytes()} if declared.exists() else {})
-
-
 def save_checkpoint(
     folder: Path, *, weights: Mapping[str, Tensor], spec: ModelSpec, step: int, tokenizer: Mapping[str, bytes]
 ) -> None:
-    """Write the checkpoint, whole or not at all; what lies in ``folder`` stays until the new one is complete.
+    """Write the model, whole or not at all; what lies in ``folder`` stays until the new one is complete.
 
-    ``tokenizer`` is what ``tokenizer_files`` gave. Raises RunStopped where it cannot be written.
+    ``tokenizer`` has the tokenizer's files by name. Raises RunStopped where it cannot be written.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     about = {"fourfold": fourfold.__version__, "step": step, "tokenizer": "file" if tokenizer else "bytes"}
@@ -66,7 +57,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
-            (partial / "config.json").write_text(json.dumps(spec.to_config(), indent=2) + "\n")
+            (partial / CONFIG).write_text(json.dumps(spec.to_config(), indent=2) + "\n")
             (partial / "fourfold.json").write_text(json.dumps(about, indent=2) + "\n")
             for name, content in tokenizer.items():
                 (partial / name).write_bytes(content)
@@ -93,8 +84,8 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Return what a checkpoint holds, in float32 on the CPU.
+def load_folder(folder: Path) -> Checkpoint:
+    """Return what a folder holds, in float32 on the CPU.
 
     Raises UserError with everything that is missing, damaged or does not fit together.
     """
@@ -105,12 +96,17 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     named = about.get("tokenizer", "file")
     tokenizer = ByteTokenizer() if named == "bytes" else load_tokenizer(folder / "tokenizer.json")
     weights = read_weights(folder / WEIGHTS, spec)
+    return Checkpoint(decoder(spec, weights), tokenizer, int(about.get("step", 0)))
+
+
+def decoder(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
+    """Return the model with these weights, a tied head among them, in float32."""
     with torch.device("meta"):
         model = Decoder(spec)
     model.load_state_dict(weights, assign=True)
     if spec.tie_word_embeddings:  # assigning gave the head a parameter of its own
         model.lm_head.weight = model.model.embed_tokens.weight
-    return Checkpoint(model.to(torch.float32), tokenizer, int(about.get("step", 0)))
+    return model.to(torch.float32)
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The plain checkpoint: whole or not at all, and what does not fit is refused."""
+"""A model in a Hugging Face folder: whole or not at all, and what does not fit is refused."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-import fourfold.checkpoint
-from fourfold.checkpoint import load_checkpoint, save_checkpoint, tokenizer_files
+import fourfold.checkpoint.hugging_face
+from fourfold.checkpoint import about_files, load_checkpoint, save_checkpoint
 from fourfold.data import load_tokenizer
 from fourfold.errors import RunStopped, UserError
 from fourfold.models import Decoder
@@ -59,7 +59,8 @@ def test_a_tokenizer_file_goes_with_the_model(tmp_path: Path):
     original = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"<unk>": 0, "def": 1, "</s>": 2}, unk_token="<unk>")).save(str(original))
     spec = tiny(tied=True)
-    files = tokenizer_files(load_tokenizer(original))
+    files = about_files(spec, load_tokenizer(original))
+    del files["config.json"]
     original.unlink()
     weights = dict(Decoder(spec).named_parameters())
     save_checkpoint(tmp_path / "checkpoint", weights=weights, spec=spec, step=1, tokenizer=files)
@@ -144,7 +145,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     def full(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(fourfold.checkpoint, "save_file", full)
+    monkeypatch.setattr(fourfold.checkpoint.hugging_face, "save_file", full)
     with pytest.raises(RunStopped, match=r"cannot write .*checkpoint.*: .*No space left on device"):
         saved(tmp_path / "checkpoint", tied=False, step=6)
     found = load_checkpoint(tmp_path / "checkpoint")

@@ -1,0 +1,115 @@
+"""The files of a checkpoint: safetensors, written and read in place."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.checkpoint.digest import digest
+from fourfold.checkpoint.manifest import FileEntry, Piece
+from fourfold.checkpoint.state import Held
+from fourfold.checkpoint.stripes import numel
+
+DTYPES = {"float32": "F32", "float64": "F64"}
+"""Of weights and moments, and what safetensors calls them."""
+CHUNK_BYTES = 2**24
+"""So much is checked and written at a time."""
+
+
+def content_of(values: Tensor) -> NDArray[np.uint8]:
+    """Return a flat tensor's bytes: of its own memory on the CPU, else of a copy."""
+    return values.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+def write_tensors(path: Path, parts: Sequence[Held]) -> tuple[FileEntry, list[Piece]]:
+    """Write parts of tensors to a safetensors file, onto the disk, and return what the manifest says of it.
+
+    A tensor that is there whole keeps its shape, a part is flat.
+    """
+    tensors, end = {}, 0
+    for part in parts:
+        count, start = part.values.numel(), end
+        end += count * part.values.itemsize
+        whole = count == np.prod(part.tensor.shape, dtype=np.int64)
+        tensors[part.tensor.name] = {
+            "dtype": DTYPES[part.tensor.dtype],
+            "shape": list(part.tensor.shape) if whole else [count],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    pieces, offset = [], len(header)
+    with path.open("wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(header))
+        for part in parts:
+            content, total = content_of(part.values), 0
+            for start in range(0, len(content), CHUNK_BYTES):
+                chunk = content[start : start + CHUNK_BYTES]
+                total += digest(chunk, start)
+                _write(file.fileno(), chunk.data)
+            pieces.append(Piece(part.tensor.name, path.name, offset, part.stripes, total % 2**64))
+            offset += len(content)
+        os.fsync(file.fileno())
+    return FileEntry(offset, len(header), hashlib.sha256(header).hexdigest()), pieces
+
+
+def write_bytes(path: Path, content: bytes) -> FileEntry:
+    """Write a small file onto the disk, and return what the manifest says of it."""
+    with path.open("wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(content))
+        os.fsync(file.fileno())
+    return FileEntry(len(content), len(content), hashlib.sha256(content).hexdigest())
+
+
+def _write(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def problem_of(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file's size or its head, None where nothing is."""
+    try:
+        size = path.stat().st_size
+        if size != entry.size_bytes:
+            return f"{path} has {size} bytes, the manifest says {entry.size_bytes}"
+        with path.open("rb", buffering=0) as file:
+            head = file.read(entry.head_bytes)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    if hashlib.sha256(head).hexdigest() != entry.sha256:
+        part = "its header" if entry.head_bytes < entry.size_bytes else "it"
+        return f"{path} is damaged or another file: {part} has another checksum than the manifest says"
+    return None
+
+
+def piece_bytes(piece: Piece, itemsize: int) -> int:
+    """The size of a piece in its file."""
+    return numel(piece.stripes) * itemsize
+
+
+def read_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> None:
+    """Fill ``target`` with the bytes of a file from ``offset`` on. Raises OSError where it ends before."""
+    view = target.data
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise OSError(f"the file ends at byte {offset}")
+        view, offset = view[count:], offset + count
+
+
+def sync(folder: Path) -> None:
+    """Bring the names in a folder onto the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

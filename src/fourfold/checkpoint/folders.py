@@ -1,0 +1,91 @@
+"""The checkpoints of a run: their names, which are complete, which stay.
+
+[Note: whole or not at all] A checkpoint is written into ``step-000100.part``: the files of all ranks, then
+its manifest, each brought onto the disk; then the folder gets its name. So a folder called ``step-000100`` is
+complete, whatever died when, and the newest of them is where a run goes on. Nothing points at it that could
+be out of date.
+"""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from fourfold.checkpoint.files import sync
+from fourfold.run_folder import writing
+
+CHECKPOINTS = "checkpoints"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def folder_of(step: int, checkpoints: Path) -> Path:
+    """Return the folder of the checkpoint after ``step`` finished steps."""
+    return checkpoints / f"step-{step:06}"
+
+
+def part_of(folder: Path) -> Path:
+    """Return where a checkpoint is written before it is complete."""
+    return folder.with_name(f"{folder.name}.part")
+
+
+def steps_there(checkpoints: Path) -> list[int]:
+    """Return the steps of which there are complete checkpoints, the newest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir())
+    return sorted((int(name[1]) for name in found if name), reverse=True)
+
+
+def begin_(folder: Path) -> None:
+    """Make an empty place for a new checkpoint, and remove what an earlier save left unfinished."""
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in (*folder.parent.glob("step-*.part"), *folder.parent.glob("step-*.old")):
+            shutil.rmtree(left)
+        part_of(folder).mkdir()
+
+
+def complete_(folder: Path) -> None:
+    """Give a complete checkpoint its name. One of the same step makes room."""
+    with writing(folder):
+        sync(part_of(folder))
+        if folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.old"))
+        part_of(folder).rename(folder)
+        sync(folder.parent)
+        shutil.rmtree(folder.with_name(f"{folder.name}.old"), ignore_errors=True)
+
+
+def set_aside_(folder: Path) -> Path:
+    """Take a broken checkpoint out of the row, and return its new name; it is kept for a look at it."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.broken-{number}")).exists():
+        number += 1
+    with writing(aside):
+        folder.rename(aside)
+    return aside
+
+
+def superfluous(steps: Sequence[int], *, written: int, keep: int, keep_every: int) -> list[int]:
+    """Return the steps whose checkpoints go, once that of step ``written`` is complete.
+
+    Args:
+        steps: those that are there.
+        written: the newest one, which never goes. Later ones are not this run's and are let alone.
+        keep: how many of the newest stay, at least 1.
+        keep_every: those of every so many steps stay as well; 0 for none.
+    """
+    earlier = sorted((step for step in steps if step < written), reverse=True)
+    return [step for step in earlier[keep - 1 :] if not keep_every or step % keep_every]
+
+
+def rotate_(checkpoints: Path, *, written: int, keep: int, keep_every: int) -> None:
+    """Remove the checkpoints that are superfluous."""
+    there = steps_there(checkpoints)
+    for step in superfluous(there, written=written, keep=keep, keep_every=keep_every):
+        folder = folder_of(step, checkpoints)
+        # Under another name first: half a checkpoint must not look like one.
+        old = folder.with_name(f"{folder.name}.old")
+        with writing(folder):
+            folder.rename(old)
+            shutil.rmtree(old)

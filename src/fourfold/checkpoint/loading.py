@@ -1,0 +1,118 @@
+"""Loading: every rank reads what it owns, on whatever layout, and all of it is checked before it is used."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fourfold.checkpoint.files import problem_of
+from fourfold.checkpoint.folders import folder_of, set_aside_, steps_there
+from fourfold.checkpoint.manifest import Damaged, Manifest, read_manifest
+from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
+from fourfold.checkpoint.reader import Reader, damaged_pieces
+from fourfold.checkpoint.state import held, owners_of
+from fourfold.errors import UserError
+from fourfold.mesh import Mesh
+from fourfold.optimizer import Update
+from fourfold.parallel_model import ParallelModel
+
+
+def load_newest_(
+    parallel: ParallelModel,
+    update: Update,
+    checkpoints: Path,
+    *,
+    run: Mapping[str, Any],
+    tell: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Load the newest checkpoint that is good; return its step, 0 where there is none. All ranks call it.
+
+    A broken one is set aside and ``tell`` is given a line on it, on rank 0. Raises UserError, on all ranks,
+    where all that are there are broken, or where the run differs in what must be alike.
+    """
+    mesh = parallel.mesh
+    told = texts_of_all(json.dumps(steps_there(checkpoints)) if mesh.rank == 0 else "", mesh)
+    steps: list[int] = json.loads(told[0])
+    problems: list[str] = []
+    for step in steps:
+        folder = folder_of(step, checkpoints)
+        try:
+            load_(parallel, update, folder, run=run)
+        except Damaged as damaged:
+            problems += damaged.messages
+            if mesh.rank == 0 and step != steps[-1]:
+                tell(f"{damaged.messages[0]}: going back to the checkpoint before")
+            continue
+        if mesh.rank == 0:
+            for broken in steps[: steps.index(step)]:
+                tell(f"set aside as {set_aside_(folder_of(broken, checkpoints))}")
+        return step
+    if problems:
+        raise UserError(f"no checkpoint in {checkpoints} can be loaded", *problems[:10])
+    return 0
+
+
+def load_(parallel: ParallelModel, update: Update, folder: Path, *, run: Mapping[str, Any]) -> Manifest:
+    """Load a checkpoint into this rank's weights and moments. All ranks call it.
+
+    Raises Damaged or UserError on all ranks alike; weights and moments are of no use after Damaged.
+    """
+    mesh = parallel.mesh
+    manifest = _agreed_manifest(folder, mesh)
+    differences = differing(manifest.run, run)
+    if differences:
+        raise UserError(
+            f"{folder} is of another run: undo these changes, or start a new run without --resume",
+            *differences,
+        )
+    times = owners_of(parallel)
+    problems = []
+    with Reader(folder, manifest) as reader:
+        try:
+            unknown = {tensor.parameter for tensor in manifest.tensors.values()} - times.keys()
+            if unknown:
+                raise Damaged(f"{folder} has {min(unknown)}, which is no parameter of the model")
+            for part in held(parallel, update):
+                reader.read(part)
+            if mesh.rank == 0:  # the small files, which no rank reads
+                found = (problem_of(folder / name, entry) for name, entry in manifest.files.items())
+                problems = [problem for problem in found if problem]
+        except Damaged as damaged:
+            problems = list(damaged.messages)
+        problems = messages_of_all(problems, mesh)
+        problems = problems or damaged_pieces(folder, manifest, added_up(reader.sums, mesh), times)
+    if problems:
+        raise Damaged(*problems)
+    update.continue_(manifest.updates)
+    parallel.publish_()
+    return manifest
+
+
+def _agreed_manifest(folder: Path, mesh: Mesh) -> Manifest:
+    """Read the manifest on every rank; raise Damaged on all where one cannot, or reads another."""
+    manifest, problems = None, []
+    try:
+        manifest = read_manifest(folder)
+        if folder_of(manifest.step, folder.parent) != folder:
+            problems = [f"{folder} holds the manifest of step {manifest.step}"]
+    except Damaged as damaged:
+        problems = list(damaged.messages)
+    problems = messages_of_all(problems, mesh)
+    if problems:
+        raise Damaged(*problems)
+    assert manifest is not None
+    return manifest
+
+
+def differing(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Return a message for each key in which a run is not the one that was saved."""
+    asked = json.loads(json.dumps(dict(asked)))  # as they come back from a file
+    return [
+        f"{key}: the checkpoint has {_shown(saved, key)}, the run {_shown(asked, key)}"
+        for key in sorted(saved.keys() | asked.keys())
+        if _shown(saved, key) != _shown(asked, key)
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "nothing"
