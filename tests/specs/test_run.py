@@ -138,7 +138,8 @@ def test_every_mistake_in_one_error(load):
     assert [message.split(" Presets:")[0] for message in found] == [
         "steps does not exist: 'steps' belongs in [training]",
         "sed does not exist. Did you mean 'seed'? The file has: layout, seed, folder, model, data, training, "
-        "sharding, optimizer, evaluation, sample, logging",
+        "sharding, optimizer, evaluation, "
+        "checkpoint, sample, logging",
         "model.folder does not exist: 'folder' belongs at the top of the file, before the first section",
         "training.stepz does not exist. Did you mean 'steps'? "
         "[training] has: steps, batch, microbatches, dtype, recompute",
