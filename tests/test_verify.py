@@ -18,7 +18,7 @@ from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.oracle import Oracle
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Action, Kind
-from fourfold.sequence import attention
+from fourfold.sequence import ops
 from fourfold.specs import Layout, ModelSpec
 from fourfold.verify import Verification, verify
 from tests.ranks import RankPool
@@ -364,13 +364,13 @@ def test_where_a_forward_goes_wrong(ranks: RankPool) -> None:
 
 
 def gradients_that_the_ring_loses(patch: pytest.MonkeyPatch) -> Dataset:
-    backward = attention.ring_backward
+    backward = ops.ring_backward
 
     def lossy(*args: Any, **kwargs: Any) -> Any:
         dq, dk, dv = backward(*args, **kwargs)
         return dq, dk * 0, dv
 
-    patch.setattr(attention, "ring_backward", lossy)
+    patch.setattr(ops, "ring_backward", lossy)
     return DATA
 
 
