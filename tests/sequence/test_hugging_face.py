@@ -192,8 +192,8 @@ def unprepared() -> str:
 def test_heads_that_ulysses_cannot_deal_and_modules_that_attend_alone_are_refused(ranks: RankPool) -> None:
     for message in ranks(2, heads_refused, limit_seconds=IMPORT_SECONDS):
         assert (
-            "ulysses=2 does not divide the 3 query heads of a rank, and neither divides the 3 key/value heads "
-            "of a rank nor is a multiple (Sequence axis): use cp2:ring"
+            "ulysses=2 does not divide the 3 query heads of a rank, and neither divides the 3 key/value "
+            "heads of a rank nor is a multiple (Sequence axis): use cp2:ring"
         ) in message
     for message in ranks(2, unprepared):
         assert "cp=2 (Sequence axis): the module attends to this rank's tokens alone" in message
