@@ -11,6 +11,7 @@ from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.check import check
 from fourfold.program.liveness import Block
 from fourfold.recompute.insertion import with_recomputation
+from fourfold.specs import Layout, ShardingSection
 from fourfold.specs.placement import REPLICATED, Placement
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 
@@ -44,6 +45,12 @@ class Sharding:
     placement: Placement = REPLICATED
     prefetch: int = 1
     keep: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, section: ShardingSection) -> "Sharding":
+        """What a run file asks for on a layout; ``auto`` keeps over the microbatches of a pipeline."""
+        keep = section.accumulate == "whole" or (section.accumulate == "auto" and layout.pp > 1)
+        return cls(layout.placement, prefetch=section.prefetch, keep=keep)
 
 
 def build(

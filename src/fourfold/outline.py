@@ -170,10 +170,20 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
     spec, layout = step.spec, step.layout
     cuts = decoder_cuts(spec, layout.tp, sequence_parallel=layout.sequence_parallel(step.sequence_length))
     order = schedule_of(layout, microbatches=step.microbatches, layers=spec.num_hidden_layers)
-    counts = [spec.num_hidden_layers + 2]
-    if order.num_segments > 1:
-        counts = split(forward_flops(spec, step.sequence_length).segments, stages=order.num_segments)
-    blocks, per_stage = _segments(step, cuts, counts)
+    names = ["embed", *(f"layer.{index}" for index in range(spec.num_hidden_layers)), "head"]
+    sizes = dict.fromkeys(names, 0)
+    for name, found in cuts.items():
+        sizes[block_of(name)] += prod(found.shape) // layout.tp * ITEMSIZES[master_dtype(step.dtype)]
+    stages = dealt(
+        spec,
+        list(sizes.values()),
+        sequence_length=step.sequence_length,
+        stages=order.num_segments,
+        joined=step.recompute.is_none,
+        sharded=layout.placement.weights,
+    )
+    blocks = [names[span.start : span.stop] for spans in stages for span in spans]
+    per_stage = [len(spans) for spans in stages]
     rank_of_segment = [
         rank for rank, size in zip(order.rank_of_segment, per_stage, strict=True) for _ in range(size)
     ]
@@ -186,12 +196,7 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
         units=[
             UnitUse(unit.users, replicated=replicas * len(unit.holders) > 1 or unit.over_tp) for unit in units
         ],
-        sharding=Sharding(
-            layout.placement,
-            prefetch=step.sharding.prefetch,
-            keep=step.sharding.accumulate == "whole"
-            or (step.sharding.accumulate == "auto" and layout.pp > 1),
-        ),
+        sharding=Sharding.of(layout, step.sharding),
         lookups=frozenset(index for index, names in enumerate(blocks) if names == ["embed"]),
         recompute=step.recompute,
         blocks=decoder_blocks(step.sizes),
@@ -199,26 +204,37 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
     return Outline(step, order, program, blocks, units)
 
 
-def _segments(
-    step: Step, cuts: Mapping[str, Cut], counts: Sequence[int]
-) -> tuple[list[list[str]], list[int]]:
-    """The names of each segment's blocks, and how many segments each stage has."""
-    names = ["embed", *(f"layer.{index}" for index in range(step.spec.num_hidden_layers)), "head"]
-    # By whole shapes, as in `fourfold.stages`: ranks of tp hold unequal parts of a vocabulary.
-    itemsize = ITEMSIZES[master_dtype(step.dtype)]
-    sizes = dict.fromkeys(names, 0)
-    for name, found in cuts.items():
-        sizes[block_of(name)] += prod(found.shape) // step.layout.tp * itemsize
-    blocks: list[list[str]] = []
-    per_stage = []
+def dealt(
+    spec: ModelSpec,
+    sizes: Sequence[int],
+    *,
+    sequence_length: int,
+    stages: int,
+    joined: bool,
+    sharded: bool,
+) -> list[list[range]]:
+    """Return for each stage of a pipeline its segments, each as a span of the model's blocks.
+
+    Args:
+        spec: gives the cost of the blocks: the embedding, each layer and the head.
+        sizes: bytes of each block's gradients, by whole shapes: ranks of tp hold unequal parts of a
+            vocabulary, and must come to the same segments.
+        sequence_length: tokens of a row; it decides what attention costs beside the head.
+        stages: how many there are.
+        joined: False where each block is a segment of its own, as with recomputation: what runs again is a
+            block.
+        sharded: whether weights are gathered for each use.
+    """
+    counts = [len(sizes)]
+    if stages > 1:
+        counts = split(forward_flops(spec, sequence_length).segments, stages=stages)
+    found = []
     for first, stop in pairwise(accumulate(counts, initial=0)):
-        stage = names[first:stop]
-        spans = [range(index, index + 1) for index in range(len(stage))]
-        if step.recompute.is_none:
-            spans = blocks_of_segments([sizes[name] for name in stage], sharded=step.layout.placement.weights)
-        blocks += [stage[span.start : span.stop] for span in spans]
-        per_stage.append(len(spans))
-    return blocks, per_stage
+        spans = [range(index, index + 1) for index in range(stop - first)]
+        if joined:
+            spans = blocks_of_segments(sizes[first:stop], sharded=sharded)
+        found.append([range(first + span.start, first + span.stop) for span in spans])
+    return found
 
 
 def block_of(parameter: str) -> str:

@@ -266,11 +266,7 @@ def parallelize(
         copies={name: Copies(cut.copies, cut.adds_up) for name, cut in cuts.items() if cut.copies > 1},
     )
     units = rank_units_(model, specs, mesh=mesh, dtype=dtype)
-    sharded = Sharding(
-        mesh.layout.placement,
-        prefetch=sharding.prefetch,
-        keep=sharding.accumulate == "whole" or (sharding.accumulate == "auto" and mesh.pp.size > 1),
-    )
+    sharded = Sharding.of(mesh.layout, sharding)
     program = build(
         stages.order,
         segments_of_stage=[len(stage) for stage in stages.pieces],

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 
 import torch
 
-from fourfold.batch.reduction import blocks_of_segments
 from fourfold.batch.units import master_dtype
 from fourfold.channel.cuts import Cut
-from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
-from fourfold.layer.split import split
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Piece, join
 from fourfold.models.parameters import parameter_users
+from fourfold.outline import dealt
 from fourfold.program.actions import Program
 
 
@@ -63,29 +60,28 @@ def cut_layers(
         model: the blocks.
         mesh: how many stages there are, and in which order they run.
         microbatches: of a step.
-        sequence_length: tokens of a row; it decides what attention costs beside the head.
+        sequence_length: tokens of a row.
         dtype: what computation runs in.
         cuts: what the ranks of tp hold of each parameter; empty where tp is 1.
-        joined: False where each block is a segment of its own, as with recomputation: what runs again is a
-            block.
+        joined: see `fourfold.outline.dealt`.
     """
     blocks = model.pieces()
     order = schedule_of(mesh.layout, microbatches=microbatches, layers=max(len(blocks) - 2, 1))
-    counts = [len(blocks)]
-    if order.num_segments > 1:
-        counts = split(forward_flops(model.spec, sequence_length).segments, stages=order.num_segments)
     itemsize = master_dtype(dtype).itemsize
     owned = parameter_users(model, [block.modules for block in blocks])
-    # By the whole shapes: ranks of tp hold unequal parts of a vocabulary, and must come to the same segments.
     numel = {name: prod(cut.shape) // mesh.tp.size for name, cut in cuts.items()}
     numel = numel or {name: parameter.numel() for name, parameter in model.named_parameters()}
-    sizes = [sum(numel[name] * itemsize for name in parameters) for parameters in owned]
-    names, pieces = [], []
-    for first, stop in pairwise(accumulate(counts, initial=0)):
-        stage = blocks[first:stop]
-        spans = [range(index, index + 1) for index in range(len(stage))]
-        if joined:
-            spans = blocks_of_segments(sizes[first:stop], sharded=mesh.layout.placement.weights)
-        names.append([block.name for block in stage])
-        pieces.append([join(stage[span.start : span.stop]) for span in spans])
-    return Stages(order, names, pieces, stage[spans[-1].start : -1])
+    spans_of_stages = dealt(
+        model.spec,
+        [sum(numel[name] * itemsize for name in parameters) for parameters in owned],
+        sequence_length=sequence_length,
+        stages=order.num_segments,
+        joined=joined,
+        sharded=mesh.layout.placement.weights,
+    )
+    return Stages(
+        order,
+        [[blocks[index].name for span in spans for index in span] for spans in spans_of_stages],
+        [[join(blocks[span.start : span.stop]) for span in spans] for spans in spans_of_stages],
+        blocks[spans_of_stages[-1][-1].start : -1],
+    )
