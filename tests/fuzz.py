@@ -21,9 +21,9 @@ from tests.ranks import RankPool
 
 def on_a_rank(trial: Trial) -> Verification:
     """Verify the trial on one of its ranks."""
-    data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
+    data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
     return verify(
-        Oracle(trial.model, data, batch=trial.batch, steps=trial.steps, seed=trial.seed),
+        Oracle(trial.spec, data, batch=trial.batch, steps=trial.steps, seed=trial.seed),
         Mesh(trial.layout),
         microbatches=trial.microbatches,
         dtype=trial.dtype,

@@ -24,7 +24,7 @@ def random_trial(random: Random, *, most_ranks: int = MOST_RANKS) -> Trial:
             layout = _layout(random, most_ranks)
         microbatches = random.choice([1, 2, 3, 4, 5, 8] if layout.pp > 1 else [1, 2, 3])
         trial = Trial(
-            model=_model(random),
+            spec=_model(random),
             layout=layout,
             batch=layout.size("dp", "fsdp") * microbatches * random.choice([1, 1, 2]),
             microbatches=microbatches,
@@ -70,7 +70,7 @@ def _model(random: Random) -> ModelSpec:
 
 def features(trial: Trial) -> frozenset[str]:
     """What is special about a trial, in words of which each pair should be met."""
-    layout, model = trial.layout, trial.model
+    layout, model = trial.layout, trial.spec
     options = dict(layout.options)
     if "pp" in options:
         options["pp"] = layout.schedule.name
@@ -98,7 +98,7 @@ def features(trial: Trial) -> frozenset[str]:
 
 def seconds(trial: Trial) -> float:
     """Roughly what a trial takes: every rank makes its model and programs, and the oracle goes row by row."""
-    return 0.5 * trial.layout.world_size + 0.01 * trial.batch * trial.model.num_hidden_layers
+    return 0.5 * trial.layout.world_size + 0.01 * trial.batch * trial.spec.num_hidden_layers
 
 
 def covering(seed: int, *, drawn: int, most_ranks: int = MOST_RANKS) -> list[Trial]:

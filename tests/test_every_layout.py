@@ -133,7 +133,7 @@ def test_every_pair_of_features_and_a_sample_on_more_ranks(ranks: RankPool, tria
     assert all(outcome == outcomes[0] for outcome in outcomes), "ranks disagree about the outcome"
     [outcome, *_] = outcomes
     assert outcome.passes, f"{outcome.where}\n{trial.command()}\n{outcome.to_json()}"
-    assert len(outcome.gradients) == len(outcome.weights) == len(trial.model.parameter_shapes())
+    assert len(outcome.gradients) == len(outcome.weights) == len(trial.spec.parameter_shapes())
 
 
 def test_the_pairs_are_met() -> None:

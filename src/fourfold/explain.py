@@ -14,7 +14,6 @@ from typing import Any
 from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
-from fourfold.layer.schedules import schedule_of
 from fourfold.layer.transfers import arrivals
 from fourfold.memory import Category
 from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
@@ -225,27 +224,22 @@ def _written(bytes_by_category: Mapping[Category, int]) -> dict[str, int]:
     return {category.value: nbytes for category, nbytes in bytes_by_category.items()}
 
 
-def explain(step: Step, *, device_type: str = "cuda") -> Explanation:
+def explain(step: Step, *, device_type: str = "cuda", tp_rank: int | None = None) -> Explanation:
     """Predict a step.
+
+    Args:
+        step: what is to be trained.
+        device_type: whose collectives: ``cuda`` (NCCL) or ``cpu`` (gloo).
+        tp_rank: as which rank of tp sees it; by default the last one, which has a largest part of the
+            vocabulary.
 
     Raises:
         UserError: with every rule that the layout breaks.
     """
-    problems = step.layout.problems(
-        step.spec,
-        batch=step.batch,
-        microbatches=step.microbatches,
-        sequence_length=step.sequence_length,
-        world_size=None,
-    )
-    try:
-        schedule_of(step.layout, microbatches=step.microbatches, layers=step.spec.num_hidden_layers)
-    except UserError as error:
-        problems += [message for message in error.messages if not problems]
-    if problems:
+    if problems := step.problems():
         raise UserError(*problems)
-    # Of the ranks of tp the last one has a largest part of the vocabulary.
-    return Explanation(step, outline(step, tp_rank=step.layout.tp - 1), device_type)
+    seen_from = step.layout.tp - 1 if tp_rank is None else tp_rank
+    return Explanation(step, outline(step, tp_rank=seen_from), device_type)
 
 
 def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:

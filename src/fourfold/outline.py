@@ -17,6 +17,7 @@ from fourfold.block_memory import BlockSizes
 from fourfold.build import Sharding, UnitUse, written
 from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
 from fourfold.channel.plans import decoder_plan
+from fourfold.errors import UserError
 from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
@@ -74,6 +75,25 @@ class Step:
             recompute=run.training.recompute,
             optimizer=run.optimizer.name,
         )
+
+    def problems(self, world_size: int | None = None) -> list[str]:
+        """Every rule of the layout, or else of its schedule, that the step breaks.
+
+        ``world_size`` is the number of ranks where it is known.
+        """
+        problems = self.layout.problems(
+            self.spec,
+            batch=self.batch,
+            microbatches=self.microbatches,
+            sequence_length=self.sequence_length,
+            world_size=world_size,
+        )
+        if not problems:
+            try:
+                schedule_of(self.layout, microbatches=self.microbatches, layers=self.spec.num_hidden_layers)
+            except UserError as error:
+                problems += error.messages
+        return problems
 
     @property
     def rows(self) -> int:

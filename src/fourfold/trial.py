@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
-from fourfold.layer.schedules import schedule_of
 from fourfold.outline import Step, outline
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.specs.layouts import every_layout
-from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.specs.run_file import literal
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -23,36 +21,21 @@ SEQUENCE_LENGTH = 64
 
 
 @dataclass(frozen=True)
-class Trial:
-    """See the module.
+class Trial(Step):
+    """A step, how often it is taken, and from which start.
 
     Attributes:
-        model: the model.
-        layout: the layout on trial.
-        batch: sequences of a step, over all ranks.
-        microbatches: pieces of a rank's share of a batch.
-        sequence_length: tokens of a sequence.
-        steps: SGD steps to compare.
-        dtype: of computation: float64, float32 or bfloat16.
+        steps: SGD steps to compare; the optimizer of the step is not used.
         seed: of weights and data.
-        sharding: how weights are cut over the fsdp axis.
-        recompute: which forwards run again.
     """
 
-    model: ModelSpec
-    layout: Layout
-    batch: int
-    microbatches: int
-    sequence_length: int = SEQUENCE_LENGTH
-    steps: int = 3
     dtype: str = "float64"
+    steps: int = 3
     seed: int = 0
-    sharding: ShardingSection = ShardingSection()  # noqa: RUF009 - frozen
-    recompute: RecomputeName = NO_RECOMPUTATION
 
     @classmethod
     def of(
-        cls, model: ModelSpec, layout: Layout, *, batch: int | None = None, microbatches: int | None = None
+        cls, spec: ModelSpec, layout: Layout, *, batch: int | None = None, microbatches: int | None = None
     ) -> "Trial":
         """A trial with batches that fit the layout.
 
@@ -62,47 +45,25 @@ class Trial:
         """
         pieces = microbatches or (1 if layout.pp == 1 else 2 * layout.pp)
         share = layout.size("dp", "fsdp") * pieces
-        return cls(model, layout, batch=batch or share * math.ceil(3 / share), microbatches=pieces)
-
-    @property
-    def step(self) -> Step:
-        """One of its steps."""
-        return Step(
-            self.model,
-            self.layout,
-            batch=self.batch,
-            sequence_length=self.sequence_length,
-            microbatches=self.microbatches,
-            dtype=self.dtype,
-            sharding=self.sharding,
-            recompute=self.recompute,
-        )
+        rows = batch or share * math.ceil(3 / share)
+        return cls(spec, layout, batch=rows, sequence_length=SEQUENCE_LENGTH, microbatches=pieces)
 
     def problems(self, world_size: int | None = None) -> list[str]:
-        """Every rule that the trial breaks; ``world_size`` is the number of ranks where it is known."""
-        problems = self.layout.problems(
-            self.model,
-            batch=self.batch,
-            microbatches=self.microbatches,
-            sequence_length=self.sequence_length,
-            world_size=world_size,
-        )
-        if problems:
-            return problems
-        try:
-            schedule_of(self.layout, microbatches=self.microbatches, layers=self.model.num_hidden_layers)
-            if self.recompute.name == "budget":  # it alone may be too little, which the whole program shows
-                outline(self.step)
-        except UserError as error:
-            return list(error.messages)
-        return []
+        """Every rule that the trial breaks; a memory budget may be too little as well."""
+        problems = super().problems(world_size)
+        if not problems and self.recompute.name == "budget":  # the whole program shows it
+            try:
+                outline(self)
+            except UserError as error:
+                problems += error.messages
+        return problems
 
     def on_every_layout(self, world_size: int) -> Iterator["Trial"]:
         """The same trial on every layout of so many ranks that fits, with batches that all of them divide."""
         trial = replace(self, batch=world_size * self.microbatches)
         layouts = every_layout(
             world_size,
-            self.model,
+            self.spec,
             batch=trial.batch,
             microbatches=trial.microbatches,
             sequence_length=trial.sequence_length,
@@ -117,7 +78,7 @@ class Trial:
         Heads, which tp and Ulysses divide, keep their numbers; there is a layer for every stage of the
         pipeline and one more; everything else gets small. The batch is that of `of`.
         """
-        layout, model = self.layout, self.model
+        layout, model = self.layout, self.spec
         stages = layout.pp * (layout.schedule.stages_per_rank or 2)
         small = model.replace(
             {
@@ -133,14 +94,14 @@ class Trial:
             }
         )
         fitting = Trial.of(small, layout, microbatches=self.microbatches)
-        return replace(self, model=small, batch=fitting.batch, sequence_length=SEQUENCE_LENGTH)
+        return replace(self, spec=small, batch=fitting.batch, sequence_length=SEQUENCE_LENGTH)
 
     def command(self) -> str:
         """The command that repeats this trial."""
         base = ModelSpec.preset(BASE)
         sizes = [
             f"--set model.{name}={literal(value)}"
-            for name, value in self.model.model_dump().items()
+            for name, value in self.spec.model_dump().items()
             if value != getattr(base, name)
         ]
         sharding = [

@@ -402,7 +402,7 @@ def test_verify_has_ranks_and_microbatches_without_a_label(
     trial = make_trial(None, "tiny", layout=layout, sizes={"microbatches": microbatches}, sharding={})
     assert trial.batch == batch
     ranks = trial.layout.size("dp", "fsdp")
-    data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
+    data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
     rows = batch // (ranks * microbatches)
     counts = [
         [

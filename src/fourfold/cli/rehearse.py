@@ -61,16 +61,14 @@ def rehearse(
 
 def _predicted(step: "Step", rank: int, device: str) -> "RankMemory":
     """What floor 0 says of the memory of this very rank. Raises `UserError` for a layout that cannot be."""
-    from fourfold.explain import Explanation, explain
-    from fourfold.outline import outline
+    from fourfold.explain import explain
     from fourfold.rank_memory import rank_memory
 
-    explain(step, device_type=device)
     at = step.layout.coordinates(rank)
     shard = 0
     for axis in step.layout.shard_axes:
         shard = shard * step.layout.size(axis) + at[axis]
-    found = Explanation(step, outline(step, tp_rank=at["tp"]), device)
+    found = explain(step, device_type=device, tp_rank=at["tp"])
     return rank_memory(found.holdings(at["pp"], shard))
 
 

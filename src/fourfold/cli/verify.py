@@ -139,10 +139,10 @@ def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "lis
     reports = []
     oracle, asked = None, None
     for trial in trials:
-        steps = (trial.model, trial.batch, trial.steps, trial.seed, trial.sequence_length)
+        steps = (trial.spec, trial.batch, trial.steps, trial.seed, trial.sequence_length)
         if oracle is None or steps != asked:
-            data = SyntheticDataset(trial.model.vocab_size, trial.sequence_length, trial.seed)
-            oracle = Oracle(trial.model, data, batch=trial.batch, steps=trial.steps, seed=trial.seed)
+            data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
+            oracle = Oracle(trial.spec, data, batch=trial.batch, steps=trial.steps, seed=trial.seed)
             asked = steps
         report = verify(
             oracle,
@@ -277,7 +277,7 @@ def make_trial(
 
     run = RunSpec.load(run_file, overrides, layout=layout)
     trial = Trial(
-        model=run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size),
+        spec=run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size),
         layout=run.layout,
         batch=run.training.batch,
         microbatches=run.training.microbatches,
