@@ -9,27 +9,16 @@ import sys
 import time
 from itertools import islice
 
-from fourfold.cli.verify import HEADING, line
-from fourfold.data import SyntheticDataset
-from fourfold.mesh import Mesh
-from fourfold.oracle import Oracle
+from fourfold.cli.verify_text import HEADING, line
 from fourfold.trial import Trial
-from fourfold.verify import Verification, verify
+from fourfold.verify import Verification, oracle_of, verify_trial
 from tests.random_trials import endless
 from tests.ranks import RankPool
 
 
 def on_a_rank(trial: Trial) -> Verification:
     """Verify the trial on one of its ranks."""
-    data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
-    return verify(
-        Oracle(trial.spec, data, batch=trial.batch, steps=trial.steps, seed=trial.seed),
-        Mesh(trial.layout),
-        microbatches=trial.microbatches,
-        dtype=trial.dtype,
-        sharding=trial.sharding,
-        recompute=trial.recompute,
-    )
+    return verify_trial(trial, oracle_of(trial))
 
 
 def main() -> int:

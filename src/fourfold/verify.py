@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.collectives import all_gather, broadcast_
+from fourfold.data import SyntheticDataset
 from fourfold.first_difference import SUMS, FirstDifference, first_difference, suspects
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE
@@ -20,6 +21,7 @@ from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
 from fourfold.specs import ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.training import initialized, rank_batches
+from fourfold.trial import Trial
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 """The largest error that passes, relative to the largest magnitude."""
@@ -171,6 +173,24 @@ def verify(
         axes = suspects(mesh.layout, mesh.world.ranks, SUMS)
         where = FirstDifference(SUMS, None, mesh.world.ranks, axes)
     return replace(verification, where="later than the first step's sums" if where is None else str(where))
+
+
+def oracle_of(trial: Trial) -> Oracle:
+    """What a trial is held against, on made-up data."""
+    data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
+    return Oracle(trial.spec, data, batch=trial.batch, steps=trial.steps, seed=trial.seed)
+
+
+def verify_trial(trial: Trial, oracle: Oracle, *, device_type: str = "cpu") -> Verification:
+    """Hold a trial against its oracle. Called on every rank of its layout."""
+    return verify(
+        oracle,
+        Mesh(trial.layout, device_type),
+        microbatches=trial.microbatches,
+        dtype=trial.dtype,
+        sharding=trial.sharding,
+        recompute=trial.recompute,
+    )
 
 
 def _run_layout(

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fourfold.errors import UserError, choices, nearest
+from fourfold.cli.step_options import (
+    Batch,
+    Dtype,
+    Given,
+    LayoutText,
+    Microbatches,
+    ModelName,
+    Recompute,
+    RunFile,
+    SequenceLength,
+    step_asked_for,
+)
 
 if TYPE_CHECKING:
     from fourfold.explain import Explanation
@@ -18,21 +29,14 @@ _WIDTH, _LINES = 118, 24
 
 
 def explain(
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file.")] = None,
-    model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")] = None,
-    layout: Annotated[str | None, typer.Option(help="The layout, e.g. pp16,fsdp128,tp8.")] = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="Pieces of a rank's share of a batch. With --model by default 1 sequence each."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of computation. With --model by default bfloat16.")
-    ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Forwards that run again: none, full, every:2, budget:20...")
-    ] = None,
+    run_file: RunFile = None,
+    model: ModelName = None,
+    sequence: SequenceLength = None,
+    batch: Batch = None,
+    layout: LayoutText = None,
+    microbatches: Microbatches = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
     device: Annotated[str, typer.Option(help="Whose collectives: cuda (NCCL) or cpu (gloo).")] = "cuda",
     picture: Annotated[Path | None, typer.Option(help="Draw memory and step into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -40,111 +44,17 @@ def explain(
     """Predict memory, FLOPs, messages and bubble of a step, for any number of ranks. Nothing runs."""
     from fourfold.explain import explain as predict
 
-    numbers = {"sequence": sequence, "batch": batch, "microbatches": microbatches}
-    problems = [
-        f"--{name} {value} is too small: use 1 or more"
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
-    if device not in ("cuda", "cpu"):
-        problems.append(f"--device {device} does not exist: use cuda or cpu")
+    problems = []
     if picture is not None and picture.suffix not in (".png", ".svg"):
         problems.append(f"--picture {picture}: the file's name must end in .png or .svg")
-    given = {"layout": layout, "dtype": dtype, "recompute": recompute, **numbers}
-    step = step_asked_for(run_file, model, given, problems)
+    given = Given(sequence, batch, layout, microbatches, dtype, recompute)
+    step = step_asked_for(run_file, model, given, device=device, others=problems)
     found = predict(step, device_type=device)
     typer.echo(json.dumps(found.to_json()) if as_json else text(found, model or str(run_file)))
     if picture is not None:
         from fourfold.explain_picture import draw
 
         draw(found, picture, name=model or str(run_file))
-
-
-def step_asked_for(
-    run_file: Path | None, model: str | None, given: dict[str, str | int | None], problems: list[str]
-) -> "Step":
-    """The step that the options of `explain` or `rehearse` describe. Raises `UserError` with all problems."""
-    from fourfold.outline import Step
-    from fourfold.specs import RunSpec
-
-    if (run_file is None) == (model is None):
-        raise UserError(
-            "give a run file or --model, one of them: e.g. --model llama3-8b "
-            "--sequence 8192 --batch 512 --layout fsdp64",
-            *problems,
-        )
-    if model is not None:
-        return _step_of_model(model, given, problems)
-    assert run_file is not None
-    keys = {
-        "sequence": "data.sequence_length",
-        "batch": "training.batch",
-        "microbatches": "training.microbatches",
-        "dtype": "training.dtype",
-        "recompute": "training.recompute",
-    }
-    overrides = [f"{key}={given[name]}" for name, key in keys.items() if given[name] is not None]
-    if problems:
-        raise UserError(*problems)
-    run = RunSpec.load(run_file, overrides, layout=_text(given["layout"]))
-    vocabulary = None
-    if not run.model.config and "vocab_size" not in run.model.overrides:
-        from fourfold.data.tokenizers import load_tokenizer
-
-        vocabulary = load_tokenizer(run.data.tokenizer).vocab_size
-    run.check(vocab_size=vocabulary)
-    return Step.of_run(run, run.model.spec(vocabulary))
-
-
-def _step_of_model(model: str, given: dict[str, str | int | None], problems: list[str]) -> "Step":
-    from fourfold.outline import ITEMSIZES, Step
-    from fourfold.specs import Layout, ModelSpec
-    from fourfold.specs.recompute_name import RecomputeName
-
-    missing = [f"--{name}" for name in ("sequence", "batch", "layout") if given[name] is None]
-    if missing:
-        problems.append(
-            f"--model needs {', '.join(missing)}: e.g. --sequence 8192 --batch 512 --layout fsdp64"
-        )
-    dtype = given["dtype"] or "bfloat16"
-    if dtype not in ITEMSIZES:
-        problems.append(
-            f"--dtype {dtype} does not exist.{nearest(str(dtype), ITEMSIZES)} Use {choices(ITEMSIZES)}"
-        )
-    spec = parsed = None
-    policy = RecomputeName("none")
-    is_path = "/" in model or model.endswith(".json")
-    try:
-        spec = ModelSpec.from_config(model) if is_path else ModelSpec.preset(model)
-    except UserError as error:
-        problems += [f"--model: {message}" for message in error.messages]
-    try:
-        parsed = Layout.parse(_text(given["layout"]) or "dp1")
-    except UserError as error:
-        problems += [f"--layout: {message}" for message in error.messages]
-    try:
-        policy = RecomputeName.parse(_text(given["recompute"]) or "none")
-    except UserError as error:
-        problems += [f"--{message}" for message in error.messages]
-    if problems or spec is None or parsed is None:
-        raise UserError(*problems)
-    batch, sequence, pieces = (given[name] for name in ("batch", "sequence", "microbatches"))
-    assert isinstance(batch, int)
-    assert isinstance(sequence, int)
-    share = max(1, batch // parsed.size("dp", "fsdp"))
-    return Step(
-        spec,
-        parsed,
-        batch=batch,
-        sequence_length=sequence,
-        microbatches=int(pieces) if pieces is not None else share,
-        dtype=str(dtype),
-        recompute=policy,
-    )
-
-
-def _text(value: str | int | None) -> str | None:
-    return None if value is None else str(value)
 
 
 def text(found: "Explanation", name: str) -> str:

@@ -1,12 +1,23 @@
 """``fourfold rehearse``: one rank's training step, run without the other ranks and without data."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.explain import size, step_asked_for, table, title
+from fourfold.cli.explain import size, table, title
+from fourfold.cli.step_options import (
+    Batch,
+    Dtype,
+    Given,
+    LayoutText,
+    Microbatches,
+    ModelName,
+    Recompute,
+    RunFile,
+    SequenceLength,
+    step_asked_for,
+)
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,36 +27,21 @@ if TYPE_CHECKING:
 
 
 def rehearse(
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file.")] = None,
-    model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")] = None,
-    layout: Annotated[str | None, typer.Option(help="The layout, e.g. pp16,fsdp128,tp8.")] = None,
+    run_file: RunFile = None,
+    model: ModelName = None,
+    sequence: SequenceLength = None,
+    batch: Batch = None,
+    layout: LayoutText = None,
     rank: Annotated[int, typer.Option(help="Which rank of the layout.")] = 0,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="Pieces of a rank's share of a batch. With --model by default 1 sequence each."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of computation. With --model by default bfloat16.")
-    ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Forwards that run again: none, full, every:2, budget:20...")
-    ] = None,
+    microbatches: Microbatches = None,
+    dtype: Dtype = None,
+    recompute: Recompute = None,
     device: Annotated[str, typer.Option(help="Whose kernels and collectives: cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run the real code of a step as one rank of any layout, on tensors without data; count what it takes."""
-    numbers = {"sequence": sequence, "batch": batch, "microbatches": microbatches}
-    problems = [
-        f"--{name} {value} is too small: use 1 or more"
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
-    if device not in ("cuda", "cpu"):
-        problems.append(f"--device {device} does not exist: use cuda or cpu")
-    given = {"layout": layout, "dtype": dtype, "recompute": recompute, **numbers}
-    step = step_asked_for(run_file, model, given, problems)
+    given = Given(sequence, batch, layout, microbatches, dtype, recompute)
+    step = step_asked_for(run_file, model, given, device=device)
     if not 0 <= rank < step.layout.world_size:
         raise UserError(f"--rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}")
     predicted = _predicted(step, rank, device)

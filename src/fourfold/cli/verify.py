@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.cli.verify_text import HEADING, line, summary, table
+
 if TYPE_CHECKING:
     from fourfold.launch import Rank
     from fourfold.specs import ModelSpec
     from fourfold.trial import Trial
     from fourfold.verify import Verification
 
-SHOWN = 5
 MICROBATCHES_OF_ALL = 4
 """Of a sweep over all layouts: as many as the longest pipeline of 8 ranks in which the small presets fit."""
 
@@ -128,11 +129,8 @@ def run_trials(
 
 def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "list[Verification]":
     """Run the trials on one of their ranks. Those with the same steps share the oracle."""
-    from fourfold.data import SyntheticDataset
     from fourfold.doctor import device_type
-    from fourfold.mesh import Mesh
-    from fourfold.oracle import Oracle
-    from fourfold.verify import verify
+    from fourfold.verify import oracle_of, verify_trial
 
     device = device_type(rank.job.local_world_size)
     rank.connect(device_type=device, agree_on={"what to verify": trials})
@@ -141,17 +139,8 @@ def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "lis
     for trial in trials:
         steps = (trial.spec, trial.batch, trial.steps, trial.seed, trial.sequence_length)
         if oracle is None or steps != asked:
-            data = SyntheticDataset(trial.spec.vocab_size, trial.sequence_length, trial.seed)
-            oracle = Oracle(trial.spec, data, batch=trial.batch, steps=trial.steps, seed=trial.seed)
-            asked = steps
-        report = verify(
-            oracle,
-            Mesh(trial.layout, device),
-            microbatches=trial.microbatches,
-            dtype=trial.dtype,
-            sharding=trial.sharding,
-            recompute=trial.recompute,
-        )
+            oracle, asked = oracle_of(trial), steps
+        report = verify_trial(trial, oracle, device_type=device)
         if aloud and rank.is_first:
             typer.echo(line(report))
             if not report.passes:
@@ -293,6 +282,7 @@ def _model(name: str, overrides: Sequence[str]) -> "ModelSpec":
     """A preset or a config.json, with sizes put in place of its own."""
     from fourfold.errors import UserError
     from fourfold.specs import ModelSpec
+    from fourfold.specs.model import is_path
     from fourfold.specs.run import ModelSection
     from fourfold.specs.run_file import override_
 
@@ -303,66 +293,5 @@ def _model(name: str, overrides: Sequence[str]) -> "ModelSpec":
         raise UserError(
             f"--set {others[0]}...: with --model only sizes of the model can be set, as model.KEY=VALUE"
         )
-    is_path = "/" in name or name.endswith(".json")
-    section = ModelSection.model_validate({**values["model"], "config" if is_path else "preset": name})
-    return (
-        section.spec()
-        if section.overrides
-        else ModelSpec.from_config(name)
-        if is_path
-        else ModelSpec.preset(name)
-    )
-
-
-HEADING = f"{'layout':44} {'loss':>8} {'gradient':>9} {'norm':>8} {'weights':>8}"
-
-
-def line(report: "Verification") -> str:
-    """One layout of a sweep: the worst relative errors."""
-    errors = (report.loss, report.gradients[0], report.norm, report.weights[0])
-    loss, gradient, norm, weights = (f"{found.error:.1e}" for found in errors)
-    outcome = "ok" if report.passes else "WRONG"
-    return f"{report.layout:44} {loss:>8} {gradient:>9} {norm:>8} {weights:>8}  {outcome}"
-
-
-def summary(trials: "Sequence[Trial]", reports: "Sequence[Verification]") -> str:
-    """The outcome of a sweep by the degrees of the axes: the worst of all options that these have."""
-    groups: dict[str, list[Verification]] = {}
-    for trial, report in zip(trials, reports, strict=True):
-        groups.setdefault(str(replace(trial.layout, options={})), []).append(report)
-    width = max(len("degrees"), *map(len, groups))
-    lines = [f"{'degrees':{width}}  layouts  passed  worst relative error"]
-    for degrees, found in groups.items():
-        worst = max(_worst_error(report) for report in found)
-        passed = sum(report.passes for report in found)
-        lines.append(f"{degrees:{width}}  {len(found):7}  {passed:6}  {worst:20.1e}")
-    passed = sum(report.passes for report in reports)
-    lines.append(f"{'all':{width}}  {len(reports):7}  {passed:6}  {max(map(_worst_error, reports)):20.1e}")
-    return "\n".join([*lines, "", "pass" if passed == len(reports) else "FAIL"])
-
-
-def _worst_error(report: "Verification") -> float:
-    return max(report.loss.error, report.norm.error, report.gradients[0].error, report.weights[0].error)
-
-
-def table(report: "Verification") -> str:
-    """Return the outcome as a table, the worst parameter first."""
-    lines = [f"{report.layout} against one process, {report.steps} steps of SGD in {report.dtype}", ""]
-    rows = [("loss", report.loss), ("gradient norm", report.norm)]
-    rows += [(f"gradient of {found.name}", found) for found in report.gradients[:SHOWN]]
-    rows += [(f"weights of {found.name}", found) for found in report.weights[:SHOWN]]
-    width = max(len(name) for name, _ in rows)
-    lines.append(f"{'':{width}}  relative error  tolerance")
-    lines += [
-        f"{name:{width}}  {found.error:14.2e}  {found.tolerance:9.1e}  {'ok' if found.passes else 'WRONG'}"
-        for name, found in rows
-    ]
-    others = len(report.gradients) - SHOWN
-    if others > 0:
-        lines.append(f"and gradients and weights of {others} more parameters, each closer")
-    counted = "agree with the dataset" if report.tokens_agree else "DO NOT agree with the dataset"
-    lines.append(f"valid tokens by rank: {', '.join(map(str, report.valid_tokens))}, {counted}")
-    if report.where:
-        lines.append(report.where)
-    lines += ["", "pass" if report.passes else "FAIL"]
-    return "\n".join(lines)
+    section = ModelSection.model_validate({**values["model"], "config" if is_path(name) else "preset": name})
+    return section.spec() if section.overrides else ModelSpec.named(name)

@@ -107,6 +107,11 @@ class ModelSpec(Spec):
 
         return read_config(config)
 
+    @classmethod
+    def named(cls, text: str) -> "ModelSpec":
+        """Return a preset, or what a config.json or its folder says. Raises ``UserError``."""
+        return cls.from_config(text) if is_path(text) else cls.preset(text)
+
     def to_config(self) -> dict[str, Any]:
         """Return the content of a Hugging Face config.json for this model."""
         from fourfold.specs.hf_config import config_of
@@ -170,3 +175,8 @@ class ModelSpec(Spec):
         return sum(
             shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in self.parameter_shapes().values()
         )
+
+
+def is_path(model: str) -> bool:
+    """Whether a model is named by the path of its config.json or folder, not as a preset."""
+    return "/" in model or model.endswith(".json")
