@@ -11,8 +11,8 @@ from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.outline import Step
 from fourfold.rank_memory import rank_memory
-from fourfold.rehearsal.run import Watch
-from fourfold.specs import Layout, ModelSpec, RunSpec
+from fourfold.rehearsal.run import Watch, run_of
+from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 from fourfold.training import Trainer
 from tests.ranks import RankPool
@@ -37,24 +37,6 @@ def step_of(layout: str, dtype: str, microbatches: int, recompute: str, model: M
         microbatches=microbatches,
         dtype=dtype,
         recompute=RecomputeName.parse(recompute),
-    )
-
-
-def run_of(step: Step) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "layout": str(step.layout),
-            "model": {"preset": "tiny"},
-            "data": {"sequence_length": step.sequence_length},
-            "training": {
-                "steps": 2,
-                "batch": step.batch,
-                "microbatches": step.microbatches,
-                "dtype": step.dtype,
-                "recompute": str(step.recompute),
-            },
-            "optimizer": {"name": step.optimizer, "learning_rate": 1e-3},
-        }
     )
 
 

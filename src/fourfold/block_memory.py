@@ -16,6 +16,7 @@ window has its output in parts and as a whole, and its masks.
 
 from dataclasses import dataclass
 
+from fourfold.flops import pairs_in_blocks
 from fourfold.memory import tokens_of_logits
 from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec
@@ -180,13 +181,7 @@ class BlockSizes:
 
     def _masks(self, window: int) -> int:
         """Bytes of the masks of blocks of ``window`` queries."""
-        starts = range(0, self.sequence_length, window)
-        pairs = [
-            (min(start + window, self.sequence_length) - start)
-            * (min(start + window, self.sequence_length) - max(0, start - window + 1))
-            for start in starts
-        ]
-        return sum(pairs) * self.itemsize
+        return pairs_in_blocks(self.sequence_length, window) * self.itemsize
 
     def embed(self) -> BlockMemory:
         """The embedding: where its rows are cut, it keeps which ids are its own."""

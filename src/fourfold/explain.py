@@ -24,7 +24,7 @@ from fourfold.sequence.costs import SequenceCosts
 from fourfold.sequence.rows import Documents
 from fourfold.specs import Layout
 from fourfold.step_flops import StepFlops, StepWork
-from fourfold.traffic import Event, sent_bytes
+from fourfold.traffic import Event, counted, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -263,16 +263,11 @@ def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:
 
 def summed_up(events: Sequence[Event], layout: Layout) -> list[Traffic]:
     """Events by op and axis, the most bytes first."""
-    calls: Counter[tuple[str, str]] = Counter()
-    message: Counter[tuple[str, str]] = Counter()
     sent: dict[tuple[str, str], float] = {}
-    for event, times in Counter(events).items():  # most are alike
+    for event, times in Counter(events).items():
         key = event.op, event.axis
-        calls[key] += times
-        message[key] += times * event.bytes
-        size = layout.size(*event.axis.split(","))
-        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, size)
-    found = [Traffic(*key, calls[key], message[key], sent[key]) for key in calls]
+        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, layout.size(*event.axis.split(",")))
+    found = [Traffic(*key, *totals, sent[key]) for key, totals in counted(events).items()]
     return sorted(found, key=lambda row: (-row.message_bytes, row.op, row.axis))
 
 

@@ -55,6 +55,18 @@ def row_pairs(
     return sum(attended_pairs(length, sliding_window) for length in documents)
 
 
+def pairs_in_blocks(length: int, window: int) -> int:
+    """Return how many pairs attention computes where it goes in blocks of ``window`` queries, masked.
+
+    As `fourfold.models.attention` does with a document under a sliding window: a block sees its own tokens
+    and the ``window - 1`` before it.
+    """
+    return sum(
+        (min(start + window, length) - start) * (min(start + window, length) - max(0, start - window + 1))
+        for start in range(0, length, window)
+    )
+
+
 @dataclass(frozen=True)
 class ForwardFlops:
     """Forward FLOPs of one sequence by segment; those of a layer in two parts."""

@@ -9,7 +9,7 @@ from fourfold.measured import by_op, gathered
 from fourfold.parallel_model import ParallelModel
 from fourfold.sequence.rows import Documents
 from fourfold.step_flops import Runs, StepFlops, StepWork, runs_of
-from fourfold.traffic import Event
+from fourfold.traffic import Event, counted
 from fourfold.training import StepReport
 
 
@@ -74,7 +74,7 @@ class TrafficRow:
 
 def traffic(report: StepReport, predicted: Sequence[Event]) -> list[TrafficRow]:
     """What a rank sent in a step, beside what was predicted; the most bytes first."""
-    there, foreseen = _summed(report.events), _summed(predicted)
+    there, foreseen = counted(report.events), counted(predicted)
     waited = by_op(report.waits) if report.spent is not None else None
     rows = []
     for op, axis in sorted({*there, *foreseen}, key=lambda key: (-there[key][1] if key in there else 0, key)):
@@ -86,16 +86,6 @@ def traffic(report: StepReport, predicted: Sequence[Event]) -> list[TrafficRow]:
             times = (found.exposed_seconds, found.behind_seconds) if found else (0.0, 0.0)
         rows.append(TrafficRow(op, axis, calls, size, predicted_calls, predicted_size, *times))
     return rows
-
-
-def _summed(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes by (op, axis)."""
-    calls: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for event in events:
-        calls[event.op, event.axis] += 1
-        sizes[event.op, event.axis] += event.bytes
-    return {key: (calls[key], sizes[key]) for key in calls}
 
 
 class Gauges:

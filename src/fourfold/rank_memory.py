@@ -86,8 +86,7 @@ class _Walk:
         self._persistent()
         self.rest = dict(self.now)
         self.now[Category.BATCH] = holdings.batch_bytes
-        self.at_peak = self.most = dict(self.now)
-        self.most = dict(self.now)
+        self.at_peak, self.most = dict(self.now), dict(self.now)
         self._total = self._peak = sum(self.now.values())
         self._gathered: dict[int, int] = {}
         self._gradients: dict[int, int] = {}  # whole ones that do not stay

@@ -1,6 +1,7 @@
 """The run folder: a new one for every run, checked before the run starts."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +73,12 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunStopped(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from fourfold.flops import Convention, attended_pairs, flops_of_a_pair, row_pairs
+from fourfold.flops import Convention, attended_pairs, flops_of_a_pair, pairs_in_blocks, row_pairs
 from fourfold.memory import tokens_of_logits
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.sequence.partition import partition_of, tokens_of_ranks
@@ -230,11 +230,7 @@ def _computed_of(piece: Rectangle, convention: Convention) -> int:
 
 
 def _computed_of_document(length: int, window: int | None, convention: Convention) -> int:
-    """As `fourfold.models.attention` cuts a document: blocks of ``window`` queries, with a mask each."""
+    """As `fourfold.models.attention` cuts a document."""
     if window is None or window >= length:
         return attended_pairs(length) if convention == "pairs" else length**2
-    starts = range(0, length, window)
-    return sum(
-        (min(start + window, length) - start) * (min(start + window, length) - max(0, start - window + 1))
-        for start in starts
-    )
+    return pairs_in_blocks(length, window)

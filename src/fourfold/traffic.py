@@ -14,6 +14,8 @@ What ``Event.bytes`` counts is always the whole message, whatever a rank holds o
 """
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -68,6 +70,15 @@ def seconds(event: Event, axis_size: int, *, bytes_per_second: float, latency_se
     }
     on_the_link = event.bytes if event.op == "recv" else sent_bytes(event, axis_size)
     return rounds[event.op] * latency_seconds + on_the_link / bytes_per_second
+
+
+def counted(events: Iterable[Event]) -> dict[tuple[str, str], tuple[int, int]]:
+    """How many events there are of each op and axis, and the bytes of their messages."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for event, times in Counter(events).items():  # most are alike
+        calls, size = found.get((event.op, event.axis), (0, 0))
+        found[event.op, event.axis] = calls + times, size + times * event.bytes
+    return found
 
 
 def heads_sent(heads: int, kv_heads: int, *, ring: int, ulysses: int) -> float:

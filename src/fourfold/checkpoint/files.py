@@ -104,12 +104,3 @@ def read_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> None:
         if count == 0:
             raise OSError(f"the file ends at byte {offset}")
         view, offset = view[count:], offset + count
-
-
-def sync(folder: Path) -> None:
-    """Bring the names in a folder onto the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,8 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from fourfold.checkpoint.files import sync
-from fourfold.run_folder import writing
+from fourfold.run_folder import sync, writing
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")

@@ -7,7 +7,6 @@ tokenizer.json      where the tokenizer is not that of bytes
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import fourfold
 from fourfold.data import ByteTokenizer, Tokenizer, load_tokenizer
 from fourfold.errors import RunStopped, UserError
 from fourfold.models import Decoder
-from fourfold.run_folder import writing
+from fourfold.run_folder import sync, writing
 from fourfold.specs import ModelSpec
 
 WEIGHTS = "model.safetensors"
@@ -71,11 +70,7 @@ def save_checkpoint(
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Give a complete folder its name, with all of it on disk first."""
     for path in [*partial.iterdir(), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
     previous = folder.with_name(f"{folder.name}.previous")
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)

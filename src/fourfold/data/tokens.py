@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.errors import UserError
+from fourfold.run_folder import sync
 
 # [Note: token file]
 # A file is, all little-endian:
@@ -80,7 +81,7 @@ class TokenWriter:
                     self._finish()
             if kind is None:
                 os.replace(self._partial, self.path)
-                _sync_folder(self.path.parent)
+                sync(self.path.parent)
         finally:
             self._partial.unlink(missing_ok=True)
 
@@ -201,12 +202,3 @@ def _outside_vocabulary(path: Path, token: int, place: int, vocab_size: int) -> 
     return UserError(
         f"{path}: token id {token} at position {place} is outside the vocabulary of {vocab_size} ids"
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
