@@ -29,7 +29,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from fourfold.batch.pieces import cut
+from fourfold.batch.rank_units import rank_units_
+from fourfold.batch.unit_specs import unit_specs
 from fourfold.batch.units import Unit
 from fourfold.build import Sharding, UnitUse, build
 from fourfold.execute import Executor
@@ -37,7 +38,6 @@ from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.memory import Category
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch, Piece
-from fourfold.models.parameters import parameter_sites
 from fourfold.program.liveness import Block, peak_bytes
 from fourfold.recompute.plan import forwards, plan
 from fourfold.rehearsal.ledger import Ledger
@@ -202,18 +202,10 @@ def _forward(index: int, layer: nn.Module, start: Tensor, x: Tensor | None, _: M
 
 def _unit(model: Chain, mesh: Mesh) -> Unit:
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    unit = Unit(
-        "all",
-        dict(model.named_parameters()),
-        parameter_sites(model),
-        pieces=cut([{name: tuple(value.shape) for name, value in values.items()}], ranks=1, how="flat")[0],
-        placement=mesh.layout.placement,
-        shards=mesh.fsdp,
-        replicas=mesh.dp,
-        dtype=torch.float32,
-        master_dtype=torch.float32,
-        device=mesh.device,
+    [spec] = unit_specs(
+        model, {"all": (model,)}, rank_of_segment=[0], shards=1, pieces="flat", dtype=torch.float32
     )
+    [unit] = rank_units_(model, [spec], mesh=mesh, dtype=torch.float32).values()
     unit.load_(values.__getitem__)
     return unit
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.batch.pieces import cut
-from fourfold.batch.units import Unit
+from fourfold.batch.rank_units import rank_units_
+from fourfold.batch.unit_specs import unit_specs
 from fourfold.build import UnitUse, build
 from fourfold.data import SyntheticDataset
 from fourfold.execute import Executor
@@ -16,7 +16,6 @@ from fourfold.initialize import initialize_
 from fourfold.layer.schedules import gpipe, one_forward_one_backward
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch, Piece
-from fourfold.models.parameters import parameter_sites
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Kind, Program
 from fourfold.program.liveness import Block, peak_bytes
@@ -171,18 +170,10 @@ def chain(policy: str, *, all_first: bool = False) -> tuple[Chain, Program, Call
     model = Chain()
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     mesh = Mesh(Layout())
-    unit = Unit(
-        "all",
-        dict(model.named_parameters()),
-        parameter_sites(model),
-        pieces=cut([{name: tuple(value.shape) for name, value in values.items()}], ranks=1, how="flat")[0],
-        placement=mesh.layout.placement,
-        shards=mesh.fsdp,
-        replicas=mesh.dp,
-        dtype=torch.float32,
-        master_dtype=torch.float32,
-        device=mesh.device,
+    [spec] = unit_specs(
+        model, {"all": (model,)}, rank_of_segment=[0], shards=1, pieces="flat", dtype=torch.float32
     )
+    [unit] = rank_units_(model, [spec], mesh=mesh, dtype=torch.float32).values()
     unit.load_(values.__getitem__)
     weight_gradients = WeightGradients()
     weight_gradients.attach_(model)
