@@ -85,10 +85,11 @@ def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict
         assert rehearsed.flops == real.flops > 0
         # AdamW in operations has its counts of steps on the CPU, the fused one on the device: 4 bytes each.
         assert sum(rehearsed.rest_bytes.values()) == pytest.approx(sum(real.rest_bytes.values()), abs=64)
-        # gloo's thread holds the tensors of the last collective a moment longer than we do.
-        # The loss of a CPU goes through smaller chunks of logits than that of a device.
-        exact = {"rel": 1e-3 if len(found) == 1 else 0.05}
-        assert sum(rehearsed.peak_bytes.values()) == pytest.approx(sum(real.peak_bytes.values()), **exact)
+        # The loss of a CPU goes through smaller chunks of logits than that of a device. And gloo's thread may
+        # hold the last collective a moment longer than we do: what goes to, and what comes from, every rank.
+        late = max((2 * len(found) * event.bytes for event in real.events), default=0)
+        peak, close = sum(rehearsed.peak_bytes.values()), 1e-3 if len(found) == 1 else 0.05
+        assert peak * (1 - close) <= sum(real.peak_bytes.values()) <= peak * (1 + close) + late
 
 
 @pytest.mark.parametrize(

@@ -195,10 +195,8 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
     for name, found in cuts.items():
         sizes[block_of(name)] += prod(found.shape) // layout.tp * ITEMSIZES[master_dtype(step.dtype)]
     stages = dealt(
-        spec,
         list(sizes.values()),
-        sequence_length=step.sequence_length,
-        stages=order.num_segments,
+        counts=blocks_of_stages(spec, step.sequence_length, stages=order.num_segments),
         joined=step.recompute.is_none,
         sharded=layout.placement.weights,
     )
@@ -224,30 +222,22 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
     return Outline(step, order, program, blocks, units)
 
 
-def dealt(
-    spec: ModelSpec,
-    sizes: Sequence[int],
-    *,
-    sequence_length: int,
-    stages: int,
-    joined: bool,
-    sharded: bool,
-) -> list[list[range]]:
+def blocks_of_stages(spec: ModelSpec, sequence_length: int, *, stages: int) -> list[int]:
+    """Return how many blocks each stage of a pipeline gets, by their FLOPs over rows of this many tokens."""
+    return split(forward_flops(spec, sequence_length).segments, stages=stages)
+
+
+def dealt(sizes: Sequence[int], *, counts: Sequence[int], joined: bool, sharded: bool) -> list[list[range]]:
     """Return for each stage of a pipeline its segments, each as a span of the model's blocks.
 
     Args:
-        spec: gives the cost of the blocks: the embedding, each layer and the head.
         sizes: bytes of each block's gradients, by whole shapes: ranks of tp hold unequal parts of a
             vocabulary, and must come to the same segments.
-        sequence_length: tokens of a row; it decides what attention costs beside the head.
-        stages: how many there are.
+        counts: how many blocks each stage has.
         joined: False where each block is a segment of its own, as with recomputation: what runs again is a
             block.
         sharded: whether weights are gathered for each use.
     """
-    counts = [len(sizes)]
-    if stages > 1:
-        counts = split(forward_flops(spec, sequence_length).segments, stages=stages)
     found = []
     for first, stop in pairwise(accumulate(counts, initial=0)):
         spans = [range(index, index + 1) for index in range(stop - first)]

@@ -12,7 +12,7 @@ from fourfold.layer.schedules import schedule_of
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Piece, join
 from fourfold.models.parameters import parameter_users
-from fourfold.outline import dealt
+from fourfold.outline import blocks_of_stages, dealt
 from fourfold.program.actions import Program
 
 
@@ -71,11 +71,12 @@ def cut_layers(
     owned = parameter_users(model, [block.modules for block in blocks])
     numel = {name: prod(cut.shape) // mesh.tp.size for name, cut in cuts.items()}
     numel = numel or {name: parameter.numel() for name, parameter in model.named_parameters()}
+    counts = [len(blocks)]  # of any model; what is cut into stages is a decoder
+    if order.num_segments > 1:
+        counts = blocks_of_stages(model.spec, sequence_length, stages=order.num_segments)
     spans_of_stages = dealt(
-        model.spec,
         [sum(numel[name] * itemsize for name in parameters) for parameters in owned],
-        sequence_length=sequence_length,
-        stages=order.num_segments,
+        counts=counts,
         joined=joined,
         sharded=mesh.layout.placement.weights,
     )
