@@ -274,7 +274,9 @@ def parallelize(
         sharding=sharded,
         lookups=frozenset(index for index, piece in enumerate(stages.segments) if piece.is_lookup),
         recompute=recompute,
-        blocks=decoder_blocks(
+        blocks=()
+        if recompute.is_none
+        else decoder_blocks(
             BlockSizes.of(
                 model.spec,
                 mesh.layout,
