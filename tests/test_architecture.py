@@ -63,6 +63,7 @@ FLOORS: dict[str, int] = {
     "explain_picture": 5,
     "events": 0,
     "trial": 0,
+    "planner": 0,
     "mesh": 1,
     "kept": 1,
     "flop_counter": 1,
