@@ -99,6 +99,7 @@ FLOORS: dict[str, int] = {
     "run_folder": 5,
     "doctor": 5,
     "launch": 6,
+    "bench": 6,
     "cli": 6,
     "__main__": 6,
 }

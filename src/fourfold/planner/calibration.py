@@ -1,7 +1,7 @@
 """What was measured of the blocks of a model, in place of formulas: as rows of a calibration file.
 
-`fourfold bench` writes such a file and `fourfold.planner.machine.Machine` reads it. A block is measured as one
-rank computes it: with the heads, channels and part of the vocabulary that a rank of tp has, and as many
+`fourfold bench` writes such a file and `fourfold.planner.machine.Machine` reads it. A block is measured as
+one rank computes it: with the heads, channels and part of the vocabulary that a rank of tp has, and as many
 tokens as a rank of cp has.
 """
 
@@ -34,6 +34,9 @@ class MeasuredBlock:
     sequence: int
     dtype: str
     seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # from JSON a list
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class BlockTable:
         return interpolated(by_length[nearest], rows * sequence)
 
     def attention_seconds(
-        self, *, rows: int, sequence: int, heads: int, head_dim: int, dtype: str, backward: bool
+        self, *, rows: int, sequence: int, heads: float, head_dim: int, dtype: str, backward: bool
     ) -> float | None:
         """The time of fused attention, None where nothing like it was measured; by its size."""
         table = self._by_attention.get((head_dim, dtype, backward))

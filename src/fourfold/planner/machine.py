@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError, nearest
+from fourfold.planner.calibration import MeasuredAttention, MeasuredBlock, MeasuredUpdate
 from fourfold.traffic import Event
 from fourfold.traffic import seconds as formula_seconds
 
@@ -37,7 +38,8 @@ class Level:
 class MeasuredCollective:
     """How long a collective took: ``op`` and ``bytes`` as in `fourfold.traffic.Event`.
 
-    ``ranks`` took part, of which ``near`` neighbours share the first level of the network.
+    ``ranks`` took part, of which ``near`` neighbours share the first level of the network. ``busy`` is the
+    share of a core that each needed meanwhile, where ranks compute on the cores that also send.
     """
 
     op: str
@@ -45,6 +47,7 @@ class MeasuredCollective:
     near: int
     bytes: int
     seconds: float
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Machine:
         ranks_per_device: ranks that share a device's arithmetic, as processes on the cores of one CPU.
         products: measured products, in place of the formula.
         collectives: measured collectives, in place of the formula.
+        blocks: measured actions on whole blocks of a model; with ``attentions`` and ``updates`` see
+            `fourfold.planner.calibration`.
     """
 
     name: str
@@ -98,6 +103,9 @@ class Machine:
     source: str = "catalogue"
     products: tuple[MeasuredProduct, ...] = field(default=(), repr=False)
     collectives: tuple[MeasuredCollective, ...] = field(default=(), repr=False)
+    blocks: tuple[MeasuredBlock, ...] = field(default=(), repr=False)
+    attentions: tuple[MeasuredAttention, ...] = field(default=(), repr=False)
+    updates: tuple[MeasuredUpdate, ...] = field(default=(), repr=False)
 
     def calibrated(self, path: str | Path) -> "Machine":
         """This machine with the numbers of a calibration file in place of its own.
@@ -113,6 +121,11 @@ class Machine:
         if wrong := [key for key in values if key not in names]:
             raise UserError(*(f"calibration {path}: no field '{key}'.{nearest(key, names)}" for key in wrong))
         return replace(self, **{"source": f"calibrated by {path}", **_read(values)})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Machine":
+        """What `to_json` returned."""
+        return cls(**_read(values))
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as `calibrated` reads them."""
@@ -159,17 +172,19 @@ class Machine:
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.levels[0].ranks // stride)) if len(self.levels) > 1 else ranks
+        is_message = event.op in ("send", "recv")  # between two neighbours: the farthest pair decides
         if self.collectives and (measured := self._measured_collective(event, ranks, near)) is not None:
             return measured
         longest, inside = 0.0, 1
         for level in self.levels:
             reached = ranks if level.ranks == 0 else min(ranks, max(1, level.ranks // stride))
             parts = -(-reached // inside)
+            shared = 1 if is_message else inside
             if parts > 1:
                 found = formula_seconds(
                     event,
                     parts,
-                    bytes_per_second=level.bytes_per_second * inside,
+                    bytes_per_second=level.bytes_per_second * shared,
                     latency_seconds=level.latency_seconds,
                 )
                 longest = max(longest, found)
@@ -209,6 +224,9 @@ _ROWS: dict[str, Any] = {
     "levels": Level,
     "products": MeasuredProduct,
     "collectives": MeasuredCollective,
+    "blocks": MeasuredBlock,
+    "attentions": MeasuredAttention,
+    "updates": MeasuredUpdate,
 }
 
 

@@ -1,6 +1,7 @@
 """Write a timeline as a trace for chrome://tracing or ui.perfetto.dev."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,28 @@ def write_trace(timeline: Timeline, path: Path, *, microseconds: float = 1e6) ->
         path: the file, ``.json``.
         microseconds: how many one unit of the timeline's time is shown as.
     """
+    events = named_ranks([f"rank {rank}" for rank in range(timeline.num_ranks)])
+    events += trace_events(timeline.spans, microseconds=microseconds)
+    write_events(events, path)
+
+
+def write_events(events: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write a trace of these events."""
+    path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}) + "\n")
+
+
+def named_ranks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The events that name the processes of a trace, and put them in this order."""
     events: list[dict[str, Any]] = []
-    for rank in range(timeline.num_ranks):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+    for rank, name in enumerate(names):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-    for number, span in enumerate(timeline.spans):
-        events += _events(span, number, microseconds)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    return events
+
+
+def trace_events(spans: Sequence[Span], *, microseconds: float = 1e6) -> list[dict[str, Any]]:
+    """The events of spans, each in the process of its rank."""
+    return [event for number, span in enumerate(spans) for event in _events(span, number, microseconds)]
 
 
 def _events(span: Span, number: int, microseconds: float) -> list[dict[str, Any]]:
