@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.checkpoint.digest import digest
-from fourfold.checkpoint.manifest import FileEntry, Piece
+from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
+from fourfold.errors import RunStopped
 
 DTYPES = {"float32": "F32", "float64": "F64"}
 """Of weights and moments, and what safetensors calls them."""
@@ -27,10 +28,13 @@ def content_of(values: Tensor) -> NDArray[np.uint8]:
     return values.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
-def write_tensors(path: Path, parts: Sequence[Held]) -> tuple[FileEntry, list[Piece]]:
+def write_tensors(
+    path: Path, parts: Sequence[Held], wrote: Callable[[int], None] = lambda _: None
+) -> tuple[FileEntry, list[Piece]]:
     """Write parts of tensors to a safetensors file, onto the disk, and return what the manifest says of it.
 
-    A tensor that is there whole keeps its shape, a part is flat.
+    A tensor that is there whole keeps its shape, a part is flat. ``wrote`` is told how many bytes of tensors
+    each write was. Raises RunStopped at a weight that is not finite.
     """
     tensors, end = {}, 0
     for part in parts:
@@ -42,9 +46,7 @@ def write_tensors(path: Path, parts: Sequence[Held]) -> tuple[FileEntry, list[Pi
             "shape": list(part.tensor.shape) if whole else [count],
             "data_offsets": [start, end],
         }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_of(tensors)
     pieces, offset = [], len(header)
     with path.open("wb", buffering=0) as file:
         _write(file.fileno(), memoryview(header))
@@ -52,12 +54,23 @@ def write_tensors(path: Path, parts: Sequence[Held]) -> tuple[FileEntry, list[Pi
             content, total = content_of(part.values), 0
             for start in range(0, len(content), CHUNK_BYTES):
                 chunk = content[start : start + CHUNK_BYTES]
+                if part.tensor.state == WEIGHT and not _is_finite(chunk, part.tensor.dtype):
+                    raise RunStopped(f"weights are not finite, first in {part.tensor.name}")
                 total += digest(chunk, start)
                 _write(file.fileno(), chunk.data)
+                _hurry(file.fileno(), offset + start, len(chunk))
+                wrote(len(chunk))
             pieces.append(Piece(part.tensor.name, path.name, offset, part.stripes, total % 2**64))
             offset += len(content)
         os.fsync(file.fileno())
     return FileEntry(offset, len(header), hashlib.sha256(header).hexdigest()), pieces
+
+
+def header_of(tensors: Mapping[str, Mapping[str, object]]) -> bytes:
+    """Return the head of a safetensors file: its length and, as JSON, where each tensor lies."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_bytes(path: Path, content: bytes) -> FileEntry:
@@ -71,6 +84,21 @@ def write_bytes(path: Path, content: bytes) -> FileEntry:
 def _write(descriptor: int, content: memoryview) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
+
+
+def _hurry(descriptor: int, offset: int, count: int) -> None:
+    """Let the disk begin with what was just written, while the next is checked, and keep it out of memory.
+
+    Else all of it waits in memory for the fsync at the end. Where the system has no such advice, it does.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+def _is_finite(content: NDArray[np.uint8], dtype: str) -> bool:
+    """Whether all numbers are finite: the largest and the smallest are, and either is nan where one is."""
+    numbers = content.view(dtype)
+    return bool(np.isfinite(numbers.max()) and np.isfinite(numbers.min()))
 
 
 def problem_of(path: Path, entry: FileEntry) -> str | None:

@@ -1,50 +1,248 @@
-"""Saving: every rank writes what it owns, rank 0 the manifest."""
+"""Saving while training goes on: a copy between two steps, written by a thread, complete once all ranks are.
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+[Note: threads do not talk] The thread that writes calls no collective: it would mix its messages with those
+of training. Between two steps the ranks tell each other whether they have written. Once all have, a thread of
+rank 0 writes the manifest and gives the checkpoint its name.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-import fourfold
-from fourfold.checkpoint.files import write_bytes, write_tensors
-from fourfold.checkpoint.folders import begin_, complete_, folder_of, part_of, rotate_
-from fourfold.checkpoint.manifest import (
-    MANIFEST,
-    WEIGHT,
-    FileEntry,
-    Manifest,
-    Piece,
-    Stored,
-    piece_of,
-    piece_values,
-)
+import torch
+from torch import Tensor
+
+from fourfold.checkpoint.folders import begin_, folder_of, part_of
 from fourfold.checkpoint.ranks import messages_of_all
 from fourfold.checkpoint.state import Held, held
+from fourfold.checkpoint.writing import Saving, Written, finish, write_own
+from fourfold.collectives import all_reduce_
 from fourfold.errors import RunStopped
 from fourfold.mesh import Mesh
 from fourfold.optimizer import Update
 from fourfold.parallel_model import ParallelModel
-from fourfold.run_folder import writing
+
+Result = TypeVar("Result")
+ASK_SECONDS = 0.1
+"""How often who waits for a thread looks how far it is."""
 
 
-@dataclass(frozen=True)
-class Saving:
-    """Where and how a run saves; the same on all ranks.
+class Task(Generic[Result]):
+    """A function that runs in a thread of its own. It ends with the process, whatever it is doing.
 
     Attributes:
-        checkpoints: the folder of the run's checkpoints, which all ranks share.
-        run: what a run that goes on from here must have alike.
-        files: small files that lie beside the tensors, by name.
-        keep: how many of the newest checkpoints stay.
-        keep_every: those of every so many steps stay as well; 0 for none.
+        result: what it returned.
+        problem: why it could not; None before its end, or where it could.
     """
 
-    checkpoints: Path
-    run: Mapping[str, Any]
-    files: Mapping[str, bytes]
-    keep: int = 1
-    keep_every: int = 0
+    def __init__(self, function: Callable[[], Result]):
+        self.result: Result | None = None
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[[], Result]) -> None:
+        try:
+            self.result = function()
+        except RunStopped as stopped:
+            self.problem = str(stopped)
+        except Exception as error:  # nobody else would hear of it
+            self.problem = f"{type(error).__name__}: {error}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over."""
+        return not self._thread.is_alive()
+
+    def wait(self, meanwhile: Callable[[], None]) -> list[str]:
+        """Wait for its end, and call ``meanwhile`` again and again; return its problem, if it has one."""
+        while not self.has_ended:
+            self._thread.join(ASK_SECONDS)
+            meanwhile()
+        return [] if self.problem is None else [self.problem]
+
+
+class Snapshot:
+    """Copies of a rank's parts in host memory, which the next snapshot uses again; on CUDA it is pinned."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def of(self, parts: Iterable[Held]) -> list[Held]:
+        """Return the parts as they are now. Raises RunStopped where there is no memory for them."""
+        copied, devices = [], set()
+        with torch.no_grad():
+            for part in parts:
+                values, name = part.values, part.tensor.name
+                copy = self._copies.get(name)
+                if copy is None or copy.numel() != values.numel():
+                    try:
+                        copy = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+                    except RuntimeError as error:
+                        reason = str(error).splitlines()[0]
+                        raise RunStopped(f"no host memory for a snapshot: {reason}") from None
+                    self._copies[name] = copy
+                copy.copy_(values, non_blocking=True)
+                devices |= {values.device} if values.is_cuda else set()
+                copied.append(replace(part, values=copy))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copied
+
+
+@dataclass
+class _Flight:
+    """A save on its way.
+
+    Attributes:
+        step: of the checkpoint.
+        updates: of the optimizer.
+        task: writes what is this rank's.
+        total_bytes: of this rank's tensors.
+        written_bytes: so far.
+        all_wrote: whether it is known that all ranks have written.
+        ending: completes the checkpoint, on rank 0.
+        is_told: whether rank 0 has told of it.
+    """
+
+    step: int
+    updates: int
+    task: "Task[None] | None" = None
+    total_bytes: int = 0
+    written_bytes: int = 0
+    all_wrote: bool = False
+    ending: Task[Written] | None = None
+    is_told: bool = False
+
+
+@dataclass
+class Saver:
+    """Saves a run while it trains. Every rank has one, and all call its methods alike.
+
+    Args:
+        saving: where and how.
+        mesh: the ranks.
+        tell: is given a line on every checkpoint, or on its failure, on rank 0.
+        progress: is given the bytes that rank 0 has written and those that it has to, while it waits.
+
+    Attributes:
+        failures: by step, why a checkpoint could not be written; the same on all ranks.
+    """
+
+    saving: Saving
+    mesh: Mesh
+    tell: Callable[[str], None] = lambda _: None
+    progress: Callable[[int, int], None] = lambda *_: None
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._snapshot = Snapshot()
+        self._flight: _Flight | None = None
+
+    def begin(self, parallel: ParallelModel, update: Update, step: int, *, copy: bool = True) -> None:
+        """Begin to save what is there after ``step`` finished steps; wait for an earlier save first.
+
+        Without ``copy`` weights and moments must stay as they are until `finish`.
+        """
+        began = time.perf_counter()
+        self.finish()
+        folder = folder_of(step, self.saving.checkpoints)
+        if self._failed(step, self._first(lambda: begin_(folder))):
+            return
+        flight = self._flight = _Flight(step, update.updates)
+
+        def wrote(count: int) -> None:
+            flight.written_bytes += count
+
+        # What keeps a rank from copying is heard of when all ask each other, as what keeps it from writing.
+        problem = ""
+        parts = list(held(parallel, update, divided=True))
+        try:
+            parts = self._snapshot.of(parts) if copy else parts
+        except RunStopped as stopped:
+            problem = str(stopped)
+        flight.total_bytes = sum(part.values.numel() * part.values.itemsize for part in parts)
+        paused = time.perf_counter() - began
+
+        def write() -> None:
+            if problem:
+                raise RunStopped(problem)
+            write_own(part_of(folder), parts, self.mesh.rank, paused, wrote)
+
+        flight.task = Task(write)
+
+    def after_step(self) -> None:
+        """Look, between two steps, whether a save has come to its end."""
+        flight = self._flight
+        if flight is None:
+            return
+        if not flight.all_wrote:
+            assert flight.task is not None
+            ended = torch.tensor([int(flight.task.has_ended)], device=self.mesh.device)
+            if all_reduce_(ended, self.mesh.world, op="min").item():
+                self._hear(flight)
+        elif flight.ending is not None and flight.ending.has_ended:
+            self._tell_of(flight)
+
+    def finish(self) -> None:
+        """Wait until nothing is on its way any more."""
+        flight = self._flight
+        if flight is not None and not flight.all_wrote:
+            self._hear(flight)
+        flight = self._flight
+        if flight is None:
+            return
+        problems = [] if flight.ending is None else flight.ending.wait(lambda: None)
+        self._flight = None
+        if not self._failed(flight.step, problems):
+            self._tell_of(flight)
+
+    def _hear(self, flight: _Flight) -> None:
+        """Wait for this rank's writing, and hear from all how theirs ended."""
+        assert flight.task is not None
+        is_first = self.mesh.rank == 0
+        shown = (
+            (lambda: self.progress(flight.written_bytes, flight.total_bytes)) if is_first else lambda: None
+        )
+        if self._failed(flight.step, flight.task.wait(shown)):
+            self._flight = None
+            return
+        flight.all_wrote = True
+        if is_first:
+            folder, layout = folder_of(flight.step, self.saving.checkpoints), self.mesh.layout
+            about = {"ranks": self.mesh.world_size, "step": flight.step, "updates": flight.updates}
+            flight.ending = Task(lambda: finish(folder, self.saving, layout, **about))
+
+    def _first(self, task: Callable[[], None]) -> list[str]:
+        """Do something on rank 0, and return what kept it from that."""
+        try:
+            if self.mesh.rank == 0:
+                task()
+        except RunStopped as stopped:
+            return [str(stopped)]
+        return []
+
+    def _failed(self, step: int, problems: list[str]) -> bool:
+        """Whether any rank has a problem; then what was written is removed, and rank 0 tells of it."""
+        found = messages_of_all(problems, self.mesh)
+        if found:
+            self.failures[step] = f"no checkpoint after step {step}: {'; '.join(found)}"
+            if self.mesh.rank == 0:
+                # A full disk needs the room.
+                shutil.rmtree(part_of(folder_of(step, self.saving.checkpoints)), ignore_errors=True)
+                self.tell(self.failures[step])
+        return bool(found)
+
+    def _tell_of(self, flight: _Flight) -> None:
+        """Tell, once, that a checkpoint is complete; a failure is told of when all ranks hear of it."""
+        written = None if flight.ending is None else flight.ending.result
+        if written is not None and not flight.is_told:
+            flight.is_told = True
+            self.tell(str(written))
 
 
 def save(parallel: ParallelModel, update: Update, saving: Saving, *, step: int) -> Path:
@@ -53,79 +251,9 @@ def save(parallel: ParallelModel, update: Update, saving: Saving, *, step: int) 
     Raises RunStopped on all ranks where one cannot write, or where a weight is not finite; the checkpoints
     that were there are untouched then.
     """
-    mesh, folder = parallel.mesh, folder_of(step, saving.checkpoints)
-    parts = list(held(parallel, update, divided=True))
-    bad = [
-        f"the weights after step {step} are not finite, first in {part.tensor.name}: no checkpoint is written"
-        for part in parts
-        if part.tensor.state == WEIGHT and not part.values.isfinite().all()
-    ]
-    _all_or_none(bad[:1], mesh)
-    _step(mesh, lambda: begin_(folder), first_only=True)
-    _step(mesh, lambda: _write_own(part_of(folder), parts, mesh.rank))
-    _step(
-        mesh,
-        lambda: _finish(folder, parallel, update, saving, step),
-        first_only=True,
-    )
-    return folder
-
-
-def _step(mesh: Mesh, task: Callable[[], None], *, first_only: bool = False) -> None:
-    """Do a part of the saving on every rank or on rank 0; raise on all ranks where it fails on one."""
-    messages = []
-    if mesh.rank == 0 or not first_only:
-        try:
-            task()
-        except RunStopped as stopped:
-            messages = [str(stopped)]
-    _all_or_none(messages, mesh)
-
-
-def _all_or_none(messages: list[str], mesh: Mesh) -> None:
-    found = messages_of_all(messages, mesh)
-    if found:
-        raise RunStopped("; ".join(found))
-
-
-def _write_own(part: Path, parts: list[Held], rank: int) -> None:
-    """Write what this rank writes, and a note on it for rank 0."""
-    path = part / f"rank-{rank:05}.safetensors"
-    with writing(path):
-        entry, pieces = write_tensors(path, parts)
-        note = {
-            "file": asdict(entry),
-            "tensors": [asdict(part.tensor) for part in parts],
-            "pieces": [piece_values(piece) for piece in pieces],
-        }
-        _note(part, rank).write_text(json.dumps(note))
-
-
-def _note(part: Path, rank: int) -> Path:
-    return part / f"rank-{rank:05}.json"
-
-
-def _finish(folder: Path, parallel: ParallelModel, update: Update, saving: Saving, step: int) -> None:
-    """Write the manifest from all ranks' notes, and give the checkpoint its name."""
-    part, layout = part_of(folder), parallel.mesh.layout
-    with writing(part):
-        files = {name: write_bytes(part / name, content) for name, content in saving.files.items()}
-        tensors, pieces = list[Stored](), list[Piece]()
-        for rank in range(layout.world_size):
-            note = json.loads(_note(part, rank).read_text())
-            files[f"rank-{rank:05}.safetensors"] = FileEntry(**note["file"])
-            tensors += map(Stored.of, note["tensors"])
-            pieces += map(piece_of, note["pieces"])
-            _note(part, rank).unlink()
-        manifest = Manifest(
-            step,
-            update.updates,
-            saving.run,
-            {"fourfold": fourfold.__version__, "layout": str(layout)},
-            {tensor.name: tensor for tensor in tensors},
-            pieces,
-            files,
-        )
-        write_bytes(part / MANIFEST, manifest.text().encode())
-    complete_(folder)
-    rotate_(saving.checkpoints, written=step, keep=saving.keep, keep_every=saving.keep_every)
+    saver = Saver(saving, parallel.mesh)
+    saver.begin(parallel, update, step, copy=False)
+    saver.finish()
+    if step in saver.failures:
+        raise RunStopped(saver.failures[step])
+    return folder_of(step, saving.checkpoints)

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fourfold.checkpoint import Saving, load_newest_, save
+from fourfold.checkpoint import Saver, Saving, load_newest_
 from fourfold.checkpoint.folders import CHECKPOINTS
 from fourfold.checkpoint.ranks import texts_of_all
+from fourfold.errors import RunStopped
 from fourfold.mesh import Mesh
 from fourfold.specs import RunSpec
 from fourfold.training import Trainer
@@ -66,6 +67,7 @@ class Checkpoints:
             keep=run.checkpoint.keep,
             keep_every=run.checkpoint.keep_every,
         )
+        self._saver = Saver(self._saving, mesh, tell)
         self.start = 0
 
     def resume_(self, trainer: Trainer) -> int:
@@ -77,8 +79,30 @@ class Checkpoints:
             )
         return self.start
 
-    def after_step(self, trainer: Trainer, step: int) -> None:
-        """Save, if it is time."""
-        every = self._run.checkpoint.every
-        if step == self._run.training.steps or (every and step % every == 0):
-            save(trainer.parallel, trainer.update, self._saving, step=step)
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, on all ranks."""
+        return self._saving.checkpoints.parent
+
+    def after_step(self, trainer: Trainer, step: int, *, is_asked: bool = False) -> None:
+        """Begin to save if it is time; at the end of the run, which can be asked for, wait for it.
+
+        Raises RunStopped at the end, on all ranks, where the last checkpoint could not be written.
+        """
+        saver, every = self._saver, self._run.checkpoint.every
+        is_end = is_asked or step == self._run.training.steps
+        saver.after_step()
+        if is_end or (every and step % every == 0):
+            # At the end nothing changes any more: no memory for a copy is needed.
+            saver.begin(trainer.parallel, trainer.update, step, copy=not is_end)
+        if is_end:
+            saver.finish()
+            failed = saver.failures.pop(step, None)
+            for earlier in saver.failures.values():
+                self._tell(f"there was {earlier}")
+            if failed is not None:
+                raise RunStopped(failed)
+
+    def settle(self) -> None:
+        """Wait for what is being saved, before the run stops. All ranks call it."""
+        self._saver.finish()
