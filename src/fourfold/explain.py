@@ -106,7 +106,7 @@ class Explanation:
         """
         step, sizes = self.step, self.step.sizes
         shard = self.outline.heaviest_shard(rank) if shard is None else shard
-        sequence = _sequence(step, documents)
+        sequence = sequence_costs(step, documents)
         return step_events(
             self.outline.program,
             rank=rank,
@@ -114,7 +114,7 @@ class Explanation:
             units=self.outline.units_on(rank, shard),
             activation_bytes=[sizes.stream] * step.microbatches,
             inside=SegmentCosts(
-                self.outline.blocks, channel=_channel(step), sequence=sequence, keeps=sizes.keeps
+                self.outline.blocks, channel=channel_costs(step), sequence=sequence, keeps=sizes.keeps
             ),
         )
 
@@ -275,7 +275,8 @@ def _kind(block: str) -> str:
     return "layer" if block.startswith("layer.") else block
 
 
-def _channel(step: Step) -> ChannelCosts | None:
+def channel_costs(step: Step) -> ChannelCosts | None:
+    """What a step sends on the tp axis, None where it has one rank."""
     if step.layout.tp == 1:
         return None
     statistics = master_dtype(step.dtype)
@@ -293,7 +294,8 @@ def _channel(step: Step) -> ChannelCosts | None:
     )
 
 
-def _sequence(step: Step, documents: Sequence[Documents] | None) -> SequenceCosts | None:
+def sequence_costs(step: Step, documents: Sequence[Documents] | None = None) -> SequenceCosts | None:
+    """What a step sends on the cp axis, None where it has one rank; by default each row is one document."""
     if step.layout.cp == 1:
         return None
     sizes = step.sizes

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli import doctor, explain, prepare, rehearse, sample, schedule, train, verify
+from fourfold.cli import doctor, explain, plan, prepare, rehearse, sample, schedule, train, verify
 from fourfold.errors import RunStopped, UserError
 
 
@@ -54,6 +54,7 @@ for command in (
     train.train,
     verify.verify,
     explain.explain,
+    plan.plan,
     rehearse.rehearse,
     sample.sample,
     prepare.prepare,

@@ -1,0 +1,198 @@
+"""``fourfold plan``: which layout, how fast, does it fit, before a device is rented."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fourfold.cli.explain import table
+from fourfold.errors import UserError, choices
+
+if TYPE_CHECKING:
+    from fourfold.planner.search import Found, Plan, Question
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A preset, or the path of a config.json.")],
+    gpus: Annotated[str, typer.Option(help="How many of which device, e.g. 64xH100-80GB.")],
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")],
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over all devices.")],
+    nodes_of: Annotated[int | None, typer.Option(help="Devices of a node; by default as usual.")] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB/s between nodes for each device; by default as usual.")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What fourfold bench measured.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of computation.")] = "bfloat16",
+    top: Annotated[int, typer.Option(help="How many plans are shown.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the first plan as a run file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the fastest layouts of a model on a cluster, by prediction. Nothing runs."""
+    from fourfold.planner.search import Search
+
+    asked = question(
+        model, gpus, sequence, batch, nodes_of=nodes_of, network=network, calibration=calibration, dtype=dtype
+    )
+    if top < 1:
+        raise UserError(f"--top {top} is too small: use 1 or more")
+    search = Search(asked)
+    found = search.run()
+    if as_json:
+        typer.echo(json.dumps(_json(found, asked, model, top)))
+    else:
+        typer.echo(text(found, asked, model, top))
+    if out is not None:
+        from fourfold.planner.report import run_of
+
+        out.write_text(run_of(found.plans[0], model).to_toml(), encoding="utf-8")
+        typer.echo(f"wrote {out}: its steps, learning rate and data are yours to set", err=as_json)
+
+
+def question(
+    model: str,
+    gpus: str,
+    sequence: int,
+    batch: int,
+    *,
+    nodes_of: int | None,
+    network: float | None,
+    calibration: Path | None,
+    dtype: str,
+) -> "Question":
+    """What is asked, from the options. Raises `UserError` with every problem at once."""
+    from fourfold.outline import ITEMSIZES
+    from fourfold.planner.catalogue import machine
+    from fourfold.planner.search import Question
+    from fourfold.specs import ModelSpec
+
+    numbers = {"sequence": sequence, "batch": batch, "nodes-of": nodes_of, "network": network}
+    problems = [
+        f"--{name} {value} is too small"
+        for name, value in numbers.items()
+        if value is not None and value <= 0
+    ]
+    if dtype not in ITEMSIZES:
+        problems.append(f"--dtype {dtype} does not exist: use {choices(ITEMSIZES)}")
+    spec = devices = None
+    try:
+        spec = ModelSpec.named(model)
+    except UserError as error:
+        problems += [f"--model: {message}" for message in error.messages]
+    match = re.fullmatch(r"(\d+)x(.+)", gpus)
+    if match is None or int(match[1]) < 1:
+        problems.append(f"--gpus {gpus} is not how many of which device: write e.g. 64xH100-80GB")
+    else:
+        try:
+            devices = machine(
+                match[2],
+                nodes_of=nodes_of,
+                network_bytes_per_second=None if network is None else network * 1e9,
+            )
+        except UserError as error:
+            problems += [f"--gpus: {message}" for message in error.messages]
+    if problems or spec is None or devices is None or match is None:
+        raise UserError(*problems)
+    if calibration is not None:
+        devices = devices.calibrated(calibration)
+    return Question(spec, devices, int(match[1]), sequence, batch, dtype)
+
+
+def text(found: "Found", asked: "Question", model: str, top: int) -> str:
+    """What was found, for people."""
+    from fourfold.planner.report import ERROR, why_slower
+    from fourfold.planner.search import TIE
+
+    best = found.plans[0]
+    tokens = asked.batch * asked.sequence_length
+    lines = [
+        f"{model}: {asked.spec.num_parameters:,} parameters on {asked.ranks:,} x {asked.machine.name}, "
+        f"{tokens:,} tokens a step ({asked.batch:,} x {asked.sequence_length:,}), {asked.dtype}",
+        f"times by {asked.machine.source}: a step is right within {ERROR:.0%} on average",
+        "",
+        table(_rows(found.plans[:top], asked), left=3),
+        "",
+    ]
+    ties = [plan for plan in found.plans[1:top] if plan.time.total <= best.time.total * (1 + TIE)]
+    if ties:
+        lines.append(
+            f"{len(ties)} of those below are within {TIE:.0%} of the first, which a prediction cannot tell "
+            "apart: the first is the simplest"
+        )
+    lines += [f"{plan.step.layout} loses: {why_slower(plan, best)}" for plan in found.plans[1:top]]
+    lines += ["", _memory(best, asked), "", _counts(found)]
+    return "\n".join(lines)
+
+
+def _rows(plans: list["Plan"], asked: "Question") -> list[list[str]]:
+    from fourfold.planner.report import ERROR, parts, utilization
+
+    rows = [
+        [
+            "layout",
+            "microbatches",
+            "recompute",
+            "step s",
+            "tokens/s/GPU",
+            "MFU",
+            "HFU",
+            "GB",
+            "where the time goes",
+        ]
+    ]
+    for plan in plans:
+        used, seconds = utilization(plan, asked), plan.time.total
+        shares = sorted(parts(plan.time).items(), key=lambda one: -one[1])
+        rows.append(
+            [
+                str(plan.step.layout),
+                f"{plan.step.microbatches} x {plan.step.rows}",
+                str(plan.step.recompute),
+                f"{seconds * (1 - ERROR):.3g} to {seconds * (1 + ERROR):.3g}",
+                f"{plan.tokens_per_second:,.0f}",
+                f"{used['mfu']:.1%}",
+                f"{used['hfu']:.1%}",
+                f"{plan.memory.reserved / 1e9:.1f}",
+                ", ".join(f"{name} {share:.0%}" for name, share in shares[:4] if share >= 0.005),
+            ]
+        )
+    return rows
+
+
+def _memory(best: "Plan", asked: "Question") -> str:
+    held = best.memory
+    named = {category.name: getattr(held, category.name) for category in fields(held)}
+    inside = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in named.items() if nbytes >= 5e7)
+    where = f" on pipeline rank {best.worst_rank}, where it is most" if best.step.layout.pp > 1 else ""
+    return (
+        f"memory of the first in GB{where}: {inside}; {held.reserved / 1e9:.1f} reserved of "
+        f"{asked.machine.memory_bytes / 1e9:.1f}"
+    )
+
+
+def _counts(found: "Found") -> str:
+    dropped = ", ".join(f"{count:,} {why}" for why, count in found.dropped.most_common())
+    return f"{found.tried:,} layouts looked at; dropped: {dropped}"
+
+
+def _json(found: "Found", asked: "Question", model: str, top: int) -> dict[str, object]:
+    from fourfold.planner.report import to_json
+
+    return {
+        "model": model,
+        "parameters": asked.spec.num_parameters,
+        "device": asked.machine.name,
+        "devices": asked.ranks,
+        "source": asked.machine.source,
+        "peak_flops": asked.machine.peak_flops[asked.dtype],
+        "sequence_length": asked.sequence_length,
+        "batch": asked.batch,
+        "plans": [to_json(plan, asked) for plan in found.plans[:top]],
+        "without_pipeline": None
+        if found.without_pipeline is None
+        else to_json(found.without_pipeline, asked),
+        "tried": found.tried,
+        "dropped": dict(found.dropped),
+    }

@@ -1,0 +1,138 @@
+"""What a rank holds, in closed form: quick enough to ask for every layout there is.
+
+`fourfold.explain` walks over a program, action by action. This adds up the same sizes (those of
+`fourfold.block_memory`, the parameters of blocks, and how many microbatches are in flight) at the moment
+that is dearest in all programs that the planner tries: when a rank has most in flight and goes back a layer.
+A test holds it against the walk. What the backends of collectives and the context of a device take is
+`FIXED_BYTES`; what an allocator cannot use is `FRAGMENTATION` of what changes in a step.
+"""
+
+from dataclasses import dataclass, fields
+
+from fourfold.block_memory import BlockMemory, BlockSizes
+from fourfold.outline import ITEMSIZES, master_dtype
+from fourfold.specs.placement import Placement
+
+FIXED_BYTES = 1.5e9
+"""A CUDA context, workspaces of cuBLAS, and channels of NCCL for each of a few groups."""
+
+FRAGMENTATION = 0.04
+"""Of activations and gathered weights: what an allocator with expandable segments reserves beyond use."""
+
+USABLE = 0.94
+"""Of what a program sees of a device's memory, a plan may reserve so much."""
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """What a pipeline rank has of the model.
+
+    Attributes:
+        layers: how many, and whether the ``embed``ding or the ``head`` is there too.
+        in_flight: of its share of the model, the most microbatches that it keeps activations of.
+    """
+
+    layers: int
+    embed: bool
+    head: bool
+    in_flight: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of all pipeline ranks follows from.
+
+    Attributes:
+        embed, layer, head: bytes of the blocks on one microbatch.
+        numel: parameters of each kind of block on a rank of tp.
+        dtype: of computation.
+        recompute: ``none``, ``selective`` or ``full``.
+    """
+
+    embed: BlockMemory
+    layer: BlockMemory
+    head: BlockMemory
+    numel: dict[str, int]
+    dtype: str
+    recompute: str
+
+    @classmethod
+    def of(cls, sizes: BlockSizes, numel: dict[str, int], *, dtype: str, recompute: str) -> "Sizes":
+        """From the sizes of blocks."""
+        return cls(sizes.embed(), sizes.layer(), sizes.head(), numel, dtype, recompute)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on a rank when it holds most, by category; see `fourfold.memory.Category`."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    logits: float
+    communication: float
+
+    @property
+    def allocated(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, category.name) for category in fields(self)))
+
+    @property
+    def reserved(self) -> float:
+        """With what an allocator and the backends take beside it."""
+        moving = self.gathered + self.activations + self.logits
+        return self.allocated + FRAGMENTATION * moving + FIXED_BYTES
+
+
+def held(sizes: Sizes, load: StageLoad, *, placement: Placement, owners: int, keep: bool) -> Held:
+    """What a pipeline rank holds.
+
+    Args:
+        sizes: of blocks.
+        load: what the rank has of the model.
+        placement: what is cut over the ranks that own pieces.
+        owners: how many those are.
+        keep: whether gathered weights and whole gradients stay through a step.
+    """
+    numel, itemsize = sizes.numel, ITEMSIZES[sizes.dtype]
+    master = ITEMSIZES[master_dtype(sizes.dtype)]
+    ends = numel["embed"] * load.embed + numel["head"] * load.head
+    count = numel["layer"] * load.layers + ends
+    piece = count / owners
+    largest = max(numel["layer"], numel["embed"] * load.embed, numel["head"] * load.head)
+    two_units = numel["layer"] + largest if load.layers > 1 else count
+    weights = gathered = 0.0
+    if placement.weights:
+        weights = piece * master
+        gathered = (count if keep else two_units) * itemsize
+    else:
+        apart = itemsize != master
+        weights = count * itemsize + (piece if placement.optimizer else count) * master * apart
+    gradients = float(count * master)
+    if placement.gradients:
+        gradients = (piece + (count if keep else two_units)) * master
+    owned = piece if placement.optimizer else count
+    activations, logits = _activations(sizes, load)
+    # Unequal pieces are summed through a buffer of the whole unit.
+    summed = largest * master if placement.optimizer and owners > 1 and not keep else 0.0
+    return Held(weights, gradients, 2 * owned * master, gathered, activations, logits, summed)
+
+
+def _activations(sizes: Sizes, load: StageLoad) -> tuple[float, float]:
+    layer, head = sizes.layer, sizes.head
+    working = float(layer.backward + layer.input)
+    if sizes.recompute == "none":
+        each = float(load.layers * layer.tape)
+    else:
+        each = float(load.layers * (layer.input + layer.kept))
+        working += layer.tape - layer.input
+    logits = 0.0
+    if load.embed:
+        each += sizes.embed.tape
+    if load.head:
+        each += head.tape
+        logits = float(head.loss)
+        working = max(working, float(head.backward))
+    return load.in_flight * each + working, logits

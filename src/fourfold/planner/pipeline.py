@@ -1,0 +1,160 @@
+"""The time of a pipeline's schedule for many sets of durations at once.
+
+It says what `fourfold.program.clock` says of the same schedule with its messages, which a test holds it to.
+There an action is an object and a schedule takes its one set of times; here the graph of what waits for what
+is made once for a schedule and walked once for as many sets of times as there are, as columns of an array.
+(Messages on one edge do not wait for each other here: they do only where one takes longer than what computes
+between them.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.layer.schedules import schedule
+from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.clock import peak_activations
+
+Columns = NDArray[np.float64]
+"""A row for each stage, a column for each set of durations."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of each stage on one microbatch: forward, backward, and of that the weight gradients."""
+
+    forward: Columns
+    backward: Columns
+    weights: Columns
+
+    def of(self, kind: Kind, stage: int) -> Columns:
+        """Of an action on a stage."""
+        if kind is Kind.FORWARD:
+            return self.forward[stage]
+        if kind is Kind.BACKWARD:
+            return self.backward[stage]
+        if kind is Kind.WEIGHT_GRADIENT:
+            return self.weights[stage]
+        return self.backward[stage] - self.weights[stage]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A compute action: which, what it waits for, and whether each of that comes as a message."""
+
+    kind: Kind
+    stage: int
+    needs: tuple[tuple[int, bool], ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule, its microbatches as they are."""
+
+    order: Program
+
+    @cached_property
+    def in_flight(self) -> list[float]:
+        """The most microbatches of its share of the model that each rank keeps activations of."""
+        return peak_activations(self.order)
+
+    @cached_property
+    def stages_of_ranks(self) -> list[list[int]]:
+        """The stages of each rank."""
+        found: list[list[int]] = [[] for _ in self.order.ranks]
+        for stage, rank in enumerate(self.order.rank_of_segment):
+            found[rank].append(stage)
+        return found
+
+    @cached_property
+    def _nodes(self) -> list[_Node]:
+        """Every action after all that it waits for."""
+        order = self.order
+        rank_of, last = order.rank_of_segment, order.num_segments - 1
+        number: dict[Action, int] = {}
+        nodes: list[_Node] = []
+        position, before = [0] * len(order.ranks), [-1] * len(order.ranks)
+        progress = True
+        while progress:
+            progress = False
+            for rank, actions in enumerate(order.ranks):
+                while position[rank] < len(actions):
+                    action = actions[position[rank]]
+                    needs = _needs(action, last, number)
+                    if needs is None:
+                        break
+                    waits = [(found, rank_of[nodes[found].stage] != rank) for found in needs]
+                    if before[rank] >= 0:
+                        waits.append((before[rank], False))
+                    before[rank] = number[action] = len(nodes)
+                    nodes.append(_Node(action.kind, action.segment, tuple(waits)))
+                    position[rank] += 1
+                    progress = True
+        assert len(nodes) == sum(map(len, order.ranks)), "the schedule is stuck"
+        return nodes
+
+    def seconds(self, times: StageSeconds, send: Columns) -> Columns:
+        """When the last action ends, for each set of durations; ``send`` is of a message, a value a set."""
+        nodes = self._nodes
+        ends: list[Columns] = []
+        for node in nodes:
+            start: Columns | float = 0.0
+            for need, is_sent in node.needs:
+                start = np.maximum(start, ends[need] + send if is_sent else ends[need])
+            ends.append(start + times.of(node.kind, node.stage))
+        return np.max(ends, axis=0)
+
+
+def _needs(action: Action, last: int, number: dict[Action, int]) -> list[int] | None:
+    """The actions whose results an action takes, None where one has not run yet."""
+    stage, microbatch = action.segment, action.microbatch
+    found: list[int] = []
+    if action.kind is Kind.FORWARD:
+        if stage > 0:
+            found.append(number.get(Action(Kind.FORWARD, stage - 1, microbatch), -1))
+    elif action.kind is Kind.WEIGHT_GRADIENT:
+        found.append(number.get(Action(Kind.INPUT_GRADIENT, stage, microbatch), -1))
+    else:
+        found.append(number.get(Action(Kind.FORWARD, stage, microbatch), -1))
+        if stage < last:
+            whole = number.get(Action(Kind.BACKWARD, stage + 1, microbatch), -1)
+            half = number.get(Action(Kind.INPUT_GRADIENT, stage + 1, microbatch), -1)
+            found.append(max(whole, half))
+    return None if -1 in found else found
+
+
+@lru_cache(maxsize=256)
+def pipeline(name: str, ranks: int, microbatches: int, layers: int) -> Pipeline:
+    """Return a schedule by name. Raises `UserError` where it does not fit."""
+    return Pipeline(schedule(name, ranks=ranks, microbatches=microbatches, most_stages=layers))
+
+
+def sizes(ranks: int, microbatches: int) -> tuple[int, int]:
+    """Two numbers of microbatches from whose times those of ``microbatches`` follow on a line.
+
+    A schedule goes on alike once its pipeline is full. Both are the same where there is nothing to save.
+    """
+    if microbatches <= 3 * ranks + 2:
+        return microbatches, microbatches
+    first = 2 * ranks + microbatches % ranks
+    return first, first + ranks
+
+
+def pipeline_seconds(
+    name: str, ranks: int, microbatches: int, layers: int, times: StageSeconds, send: Columns
+) -> Columns:
+    """The time of a schedule of so many microbatches, for each set of durations."""
+    few, more = sizes(ranks, microbatches)
+    seconds = pipeline(name, ranks, more, layers).seconds(times, send)
+    if few == more:
+        return seconds
+    each = (seconds - pipeline(name, ranks, few, layers).seconds(times, send)) / (more - few)
+    return seconds + each * (microbatches - more)
+
+
+def stage_array(values: Sequence[Sequence[float]]) -> Columns:
+    """Columns of one set of durations each."""
+    return np.asarray(values, dtype=np.float64).T

@@ -1,0 +1,138 @@
+"""A plan in numbers for people and for JSON: rates, utilization, why another one lost, its run file."""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from fourfold.flops import Convention, model_flops
+from fourfold.planner.search import Plan, Question
+from fourfold.planner.step_time import StepTime
+from fourfold.program.actions import Kind
+from fourfold.specs import DataSection, ModelSection, OptimizerSection, RunSpec, TrainingSection
+from fourfold.step_flops import StepWork
+
+ERROR = 0.12
+"""Of a step's time: the mean error against published runs; see ``docs/planner.md``."""
+
+RUN_STEPS, LEARNING_RATE = 1000, 3e-4
+"""Of a run file that is written; a plan knows nothing of them."""
+
+
+def executed_flops(plan: Plan) -> int:
+    """FLOPs that all devices execute in a step; see `fourfold.step_flops`."""
+    step = plan.step
+    work = StepWork(
+        step.spec,
+        step.layout,
+        [],
+        [((step.sequence_length,),) * step.rows],
+        step.itemsize,
+        keeps=step.recompute.not_again(tp=step.layout.tp),
+    )
+    layers = step.spec.num_hidden_layers
+    runs = {
+        (Kind.FORWARD, "layer", 0): layers,
+        (Kind.BACKWARD, "layer", 0): layers,
+        (Kind.RECOMPUTE, "layer", 0): 0 if step.recompute.is_none else layers,
+        (Kind.FORWARD, "head", 0): 1,
+        (Kind.BACKWARD, "head", 0): 1,
+    }
+    return work.of_runs(runs).executed * step.microbatches * step.layout.size("dp", "fsdp")
+
+
+def utilization(plan: Plan, question: Question) -> dict[str, float]:
+    """MFU by both conventions, and HFU, over the dense peak of the dtype that products run in."""
+    step = plan.step
+    peak = question.machine.peak_flops[question.practice.products or step.dtype]
+    seconds = plan.time.total * peak * step.layout.world_size
+
+    def used(convention: Convention) -> float:
+        flops = model_flops(
+            step.spec, batch=step.batch, sequence_length=step.sequence_length, convention=convention
+        )
+        return flops / seconds
+
+    return {"mfu": used("pairs"), "mfu_square": used("square"), "hfu": executed_flops(plan) / seconds}
+
+
+def parts(time: StepTime) -> dict[str, float]:
+    """Shares of a step, what is nothing left out."""
+    shares = {part.name: getattr(time, part.name) / time.total for part in fields(time)}
+    return {name: share for name, share in shares.items() if share >= 0.0005}
+
+
+def why_slower(plan: Plan, best: Plan) -> str:
+    """What a plan loses to another one, the largest parts first."""
+    differences = {
+        part.name: getattr(plan.time, part.name) - getattr(best.time, part.name) for part in fields(plan.time)
+    }
+    named = sorted(differences.items(), key=lambda one: -one[1])
+    worse = [
+        f"{_WORDS[name]} +{seconds / best.time.total:.1%}"
+        for name, seconds in named
+        if seconds / best.time.total > 0.002
+    ]
+    return ", ".join(worse[:2]) or "as fast"
+
+
+_WORDS = {
+    "compute": "more computation",
+    "launch": "waiting for the host",
+    "tp": "collectives of tp",
+    "cp": "collectives of cp",
+    "data": "gathers and sums of the Batch axis",
+    "bubble": "pipeline bubble",
+    "optimizer": "update",
+}
+"""What the parts of a step are called where a plan has more of one."""
+
+
+def to_json(plan: Plan, question: Question) -> dict[str, Any]:
+    """A plan as numbers and texts: seconds, bytes, fractions."""
+    step = plan.step
+    return {
+        "layout": str(step.layout),
+        "microbatches": step.microbatches,
+        "rows": step.rows,
+        "recompute": str(step.recompute),
+        "dtype": step.dtype,
+        "step_seconds": plan.time.total,
+        "step_seconds_interval": [plan.time.total * (1 - ERROR), plan.time.total * (1 + ERROR)],
+        "tokens_per_second_per_device": plan.tokens_per_second,
+        **utilization(plan, question),
+        "seconds": asdict(plan.time),
+        "memory_bytes": asdict(plan.memory) | {"reserved": plan.memory.reserved},
+        "fullest_pipeline_rank": plan.worst_rank,
+    }
+
+
+def run_of(plan: Plan, model: str) -> RunSpec:
+    """The run of a plan, for `fourfold.specs.RunSpec.to_toml`; ``model`` is as the command line has it."""
+    step = plan.step
+    is_config = "/" in model or model.endswith(".json")
+    # The vocabulary is spelled out: a tokenizer's would take the place of a preset's.
+    section = (
+        ModelSection(config=model) if is_config else ModelSection(preset=model, overrides=_overrides(plan))
+    )
+    return RunSpec(
+        layout=step.layout,
+        model=section,
+        data=DataSection(sequence_length=step.sequence_length),
+        training=TrainingSection.model_validate(
+            {
+                "steps": RUN_STEPS,
+                "batch": step.batch,
+                "microbatches": step.microbatches,
+                "dtype": step.dtype,
+                "recompute": step.recompute,
+            }
+        ),
+        optimizer=OptimizerSection(learning_rate=LEARNING_RATE),
+    )
+
+
+def _overrides(plan: Plan) -> dict[str, Any]:
+    spec, length = plan.step.spec, plan.step.sequence_length
+    found: dict[str, Any] = {"vocab_size": spec.vocab_size}
+    if length > spec.max_position_embeddings:
+        found["max_position_embeddings"] = length
+    return found

@@ -1,0 +1,63 @@
+"""``fourfold plan`` as a command: what it prints, writes and refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fourfold.cli import app
+from fourfold.specs import RunSpec
+
+ASKED = ["plan", "--model", "qwen3-0.6b", "--gpus", "8xA100-80GB", "--sequence", "4096", "--batch", "64"]
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, [*ASKED, *words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_table_and_the_run_file(tmp_path: Path) -> None:
+    out = tmp_path / "plan.toml"
+    printed = run("--out", str(out), "--top", "3")
+    assert "596,049,920 parameters on 8 x A100-80GB, 262,144 tokens a step" in printed
+    assert "where the time goes" in printed
+    assert "memory of the first in GB" in printed
+    loaded = RunSpec.load(out)
+    loaded.check(vocab_size=257, world_size=8)
+    assert f"\n{loaded.layout} " in printed
+    assert loaded.training.batch == 64
+
+
+def test_json() -> None:
+    found = json.loads(run("--json"))
+    assert len(found["plans"]) == 5
+    first = found["plans"][0]
+    assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    assert 0.2 < first["mfu"] < first["hfu"] < 0.8
+    tokens = 64 * 4096 / first["step_seconds"] / 8
+    assert first["tokens_per_second_per_device"] == pytest.approx(tokens)
+
+
+def test_mistakes_are_reported_together() -> None:
+    words = ["plan", "--model", "lama3-8b", "--gpus", "8xH101-80GB", "--sequence", "0", "--batch", "8"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    for part in ("--sequence 0", "Did you mean 'llama3-8b'", "Did you mean 'H100-80GB'"):
+        assert part in result.output
+
+
+def test_what_fits_nowhere_says_why() -> None:
+    words = ["plan", "--model", "llama3-405b", "--gpus", "8xH100-80GB", "--sequence", "8192", "--batch", "8"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "does not fit into memory" in result.output
+
+
+def test_it_loads_no_torch() -> None:
+    command = f"from fourfold.cli import app\napp({ASKED!r}, standalone_mode=False)"
+    code = f"import sys\n{command}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
