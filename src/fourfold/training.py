@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fourfold.allocator import keep_freed_memory
+from fourfold.checkpoint.initial_weights import read_hugging_face_
 from fourfold.collectives import Wait, all_gather, all_reduce_, log_waits, record
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
@@ -148,6 +150,7 @@ class Trainer:
             sequence_length=run.data.sequence_length,
             batch=training.batch,
             recompute=training.recompute,
+            init=None if run.model.init is None else Path(run.model.init),
         )
         self._run = run
         self._data = data
@@ -240,11 +243,12 @@ def initialized(
     sequence_length: int | None = None,
     batch: int = 1,
     recompute: RecomputeName = NO_RECOMPUTATION,
+    init: Path | None = None,
 ) -> ParallelModel:
     """Build the model on ``mesh`` with its initial weights, the same on every layout.
 
-    Each rank makes what it owns alone: a sharded model is nowhere whole. ``batch`` is that of all ranks; only
-    a memory budget depends on it.
+    Each rank makes what it owns alone, or reads it from the Hugging Face folder ``init``: a sharded model is
+    nowhere whole. ``batch`` is that of all ranks; only a memory budget depends on it.
     """
     with torch.device("meta"):
         model = Decoder(model_spec)
@@ -258,7 +262,9 @@ def initialized(
         rows=max(1, batch // (microbatches * mesh.data.size)),
         recompute=recompute,
     )
-    if mesh.device.type != "meta":  # there, in a rehearsal, are no values
+    if init is not None:
+        read_hugging_face_(parallel, init)
+    elif mesh.device.type != "meta":  # there, in a rehearsal, are no values
         initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
         parallel.publish_()
     return parallel

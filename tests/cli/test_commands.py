@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import fourfold
-from fourfold.checkpoint import save_checkpoint
+from fourfold.checkpoint import about_files
 from fourfold.cli import app
 from fourfold.cli.verify import make_trial
-from fourfold.data import PackedDataset, SyntheticDataset, TokenFile
+from fourfold.data import ByteTokenizer, PackedDataset, SyntheticDataset, TokenFile
 from fourfold.errors import RunStopped
 from fourfold.models import IGNORE
 from fourfold.parallel_model import ParallelModel
@@ -465,7 +466,13 @@ def test_a_sample_of_a_broken_model_is_a_mistake(preset: str, broken: str, folde
     spec = ModelSpec.preset(preset).replace({"vocab_size": 257})
     weights = {name: torch.zeros(shape) for name, shape in spec.parameter_shapes().items()}
     weights[broken][3] = float("nan")
-    save_checkpoint(folder / "model", weights=weights, spec=spec, step=1, tokenizer={})
+    files = about_files(spec, ByteTokenizer()) | ByteTokenizer().files()
+    (folder / "model").mkdir()
+    for name, content in files.items():
+        (folder / "model" / name).write_bytes(content)
+    save_file(weights, folder / "model" / "model.safetensors")
     result = fourfold_("sample", "model", "--prompt", "def")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: the model's weights are not finite, first in {broken}: ")
+    assert result.stderr == (
+        f"error: model/model.safetensors: {broken} has values that are not finite in torch.float32\n"
+    )

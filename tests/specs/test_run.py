@@ -195,7 +195,7 @@ def test_model_mistakes(load, tmp_path):
         "model.head_dim=15 is odd, and rotary angles turn pairs of channels: use head_dim=14 or 16",
     ]
     assert messages(load, RUN, ("model.config=x",)) == [
-        "model.preset and model.config are both given: leave one out"
+        "model.preset and model.config are given together: leave only one"
     ]
     assert messages(load, RUN.replace("preset", "config")) == [
         "model.config: tiny does not exist: give a config.json or a folder that holds one"

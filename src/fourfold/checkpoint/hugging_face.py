@@ -1,162 +1,242 @@
-"""A model in a folder as Hugging Face writes it, in and out of one process.
+"""The folder of a model as Hugging Face writes it: where each weight lies, and reading it from there.
 
-model.safetensors   the weights by their Hugging Face names, a tied head stored once
-config.json         the model
-fourfold.json       the step, and which tokenizer
-tokenizer.json      where the tokenizer is not that of bytes
+config.json                     the model
+model.safetensors               the weights by name; or
+model.safetensors.index.json    which of several files has which weight
+tokenizer.json                  and what else belongs to the tokenizer
+
+[Note: as transformers reads it] Where a folder has both, model.safetensors counts, not the index; files that
+the index does not name are no part of the model. Unlike there a weight that is missing, too many or of
+another shape is an error, never a random or a forgotten one.
 """
 
 import json
-import shutil
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-import fourfold
-from fourfold.data import ByteTokenizer, Tokenizer, load_tokenizer
-from fourfold.errors import RunStopped, UserError
-from fourfold.models import Decoder
-from fourfold.run_folder import sync, writing
+from fourfold.checkpoint.files import CHUNK_BYTES, read_into
+from fourfold.errors import UserError, choices
 from fourfold.specs import ModelSpec
 
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""What weights may be stored in, by the name that safetensors has for it."""
+LONGEST_HEADER_BYTES = 10**8
+"""As the safetensors library has it; what claims more is damaged."""
+MOST_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A trained model in one process, its tokenizer, and how many steps it was trained."""
+class Located:
+    """A weight in a file: row-major, from byte ``offset`` on."""
 
-    model: Decoder
-    tokenizer: Tokenizer
-    step: int
-
-
-def save_checkpoint(
-    folder: Path, *, weights: Mapping[str, Tensor], spec: ModelSpec, step: int, tokenizer: Mapping[str, bytes]
-) -> None:
-    """Write the model, whole or not at all; what lies in ``folder`` stays until the new one is complete.
-
-    ``tokenizer`` has the tokenizer's files by name. Raises RunStopped where it cannot be written.
-    """
-    partial = folder.with_name(f"{folder.name}.partial")
-    about = {"fourfold": fourfold.__version__, "step": step, "tokenizer": "file" if tokenizer else "bytes"}
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    if spec.tie_word_embeddings:
-        stored.pop(HEAD, None)
-    try:
-        with writing(folder):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
-            (partial / CONFIG).write_text(json.dumps(spec.to_config(), indent=2) + "\n")
-            (partial / "fourfold.json").write_text(json.dumps(about, indent=2) + "\n")
-            for name, content in tokenizer.items():
-                (partial / name).write_bytes(content)
-            _put_in_place(partial, folder)
-    except SafetensorError as error:  # how safetensors tells of a full disk
-        raise RunStopped(f"cannot write {folder / WEIGHTS}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its name, with all of it on disk first."""
-    for path in [*partial.iterdir(), partial]:
-        sync(path)
-    previous = folder.with_name(f"{folder.name}.previous")
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-    partial.rename(folder)
-    shutil.rmtree(previous, ignore_errors=True)
+class HuggingFaceWeights:
+    """The weights of a model in a Hugging Face folder, checked and open for reading: a context manager.
 
-
-def load_folder(folder: Path) -> Checkpoint:
-    """Return what a folder holds, in float32 on the CPU.
+    Args:
+        folder: with the files.
+        spec: what its config.json says, or what the weights are wanted for.
+        tell: is given a line on files that lie there and are not read.
 
     Raises UserError with everything that is missing, damaged or does not fit together.
+
+    Attributes:
+        located: every parameter of the model, a tied head not again.
+        bytes_read: of weights, so far.
     """
-    if not (folder / WEIGHTS).exists():
-        raise UserError(f"there is no checkpoint in {folder}: {WEIGHTS} is missing")
-    spec = ModelSpec.from_config(folder)
-    about = _about(folder)
-    named = about.get("tokenizer", "file")
-    tokenizer = ByteTokenizer() if named == "bytes" else load_tokenizer(folder / "tokenizer.json")
-    weights = read_weights(folder / WEIGHTS, spec)
-    return Checkpoint(decoder(spec, weights), tokenizer, int(about.get("step", 0)))
 
+    def __init__(self, folder: Path, spec: ModelSpec, tell: Callable[[str], None] = lambda _: None):
+        self.folder = folder
+        found = _found(folder, tell)
+        self._head = found.pop(HEAD, None) if spec.tie_word_embeddings else None
+        problems = _misfits(found, spec, folder)
+        if problems:
+            raise UserError(*problems[:MOST_PROBLEMS])
+        self.located = found
+        self.bytes_read = 0
+        self._open: dict[Path, int] = {}
+        self._files = ExitStack()
 
-def decoder(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
-    """Return the model with these weights, a tied head among them, in float32."""
-    with torch.device("meta"):
-        model = Decoder(spec)
-    model.load_state_dict(weights, assign=True)
-    if spec.tie_word_embeddings:  # assigning gave the head a parameter of its own
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model.to(torch.float32)
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
 
-def _about(folder: Path) -> dict[str, Any]:
-    """Return what fourfold wrote beside the weights; a folder from elsewhere has nothing."""
-    path = folder / "fourfold.json"
-    if not path.exists():
-        return {}
-    try:
-        about = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(about, dict):
-        raise UserError(f"{path} holds no JSON object: the checkpoint is damaged")
-    return about
+    @torch.no_grad()
+    def read_(self, name: str, first: int, target: Tensor) -> None:
+        """Fill ``target``, flat, with a run of the flattened weight, from element ``first`` on.
 
+        Raises UserError where the file cannot be read, or has a number there that is not finite.
+        """
+        weight = self.located[name]
+        itemsize = weight.dtype.itemsize
+        chunk = CHUNK_BYTES // itemsize
+        for start in range(0, len(target), chunk):
+            part = target[start : start + chunk]
+            part.copy_(self._run(weight, first + start, len(part)))
+            if not part.isfinite().all():
+                raise UserError(f"{weight.file}: {name} has values that are not finite in {target.dtype}")
 
-def read_weights(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return the weights of the model in a safetensors file by name, a tied head under both of its names.
-
-    A tied model's file may leave the head out, or repeat the embedding there; a head of its own
-    contradicts config.json, and so does its absence where the model is not tied. Raises UserError.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}: it is damaged or incomplete") from error
-    # Files of old versions of transformers hold the rotary angles, which follow from config.json.
-    weights = {name: tensor for name, tensor in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    shapes = spec.parameter_shapes()
-    problems = []
-    if spec.tie_word_embeddings and EMBEDDING in weights:
-        head = weights.pop(HEAD, None)
-        if head is not None and not torch.equal(head, weights[EMBEDDING]):
-            problems.append(
-                f"{path}: config.json says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: "
-                f"set it to false to keep the head, or remove {HEAD} from the file"
+    def check_head(self) -> None:
+        """Raise UserError where a tied model's file has a head that is not the embedding."""
+        if self._head is None:
+            return
+        embedding = self.located[EMBEDDING]
+        count = torch.Size(embedding.shape).numel()
+        is_same, chunk = self._head.shape == embedding.shape, CHUNK_BYTES // 8
+        for start in range(0, count if is_same else 0, chunk):
+            parts = (
+                self._run(weight, start, min(chunk, count - start)).double()
+                for weight in (self._head, embedding)
             )
-    problems += _listed(path, "is missing", [name for name in shapes if name not in weights])
-    problems += _listed(
-        path, "is no parameter of this model", [name for name in weights if name not in shapes]
-    )
-    for name, shape in shapes.items():
-        if name in weights and tuple(weights[name].shape) != shape:
-            problems.append(
-                f"{path}: {name} has shape {tuple(weights[name].shape)}, config.json says {shape}"
+            is_same = is_same and torch.equal(*parts)
+        if not is_same:
+            raise UserError(
+                f"{self._head.file}: config.json says tie_word_embeddings=true, but {HEAD} differs from "
+                f"{EMBEDDING}: set it to false to keep the head, or remove {HEAD} from the file"
             )
+
+    def _run(self, weight: Located, first: int, count: int) -> Tensor:
+        """Read a run of elements in the dtype of the file."""
+        content = np.empty(count * weight.dtype.itemsize, np.uint8)
+        try:
+            if weight.file not in self._open:
+                self._open[weight.file] = os.open(weight.file, os.O_RDONLY)
+                self._files.callback(os.close, self._open[weight.file])
+            read_into(self._open[weight.file], content, weight.offset + first * weight.dtype.itemsize)
+        except OSError as error:
+            raise UserError(f"{weight.file} cannot be read: {error.strerror or error}") from None
+        self.bytes_read += len(content)
+        return torch.from_numpy(content).view(weight.dtype)
+
+
+def _found(folder: Path, tell: Callable[[str], None]) -> dict[str, Located]:
+    """Return where everything lies that the folder's safetensors files hold for the model."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give one as Hugging Face writes it, with {CONFIG}")
+    there = sorted(path for path in folder.glob("*.safetensors"))
+    index_of: Mapping[str, Path] | None = None
+    if (folder / WEIGHTS).exists():
+        files = [folder / WEIGHTS]
+    elif (folder / INDEX).exists():
+        index_of = _index(folder / INDEX)
+        files = sorted(set(index_of.values()))
+    else:
+        raise UserError(_nothing_there(folder, there))
+    for path in there:
+        if path not in files:
+            why = f"{WEIGHTS} is there" if index_of is None else f"{INDEX} does not name it"
+            tell(f"{path} is not read, for {why}")
+    found: dict[str, Located] = {}
+    problems: list[str] = []
+    for path in files:
+        try:
+            located = read_header(path)
+        except UserError as error:
+            problems += error.messages
+            continue
+        if index_of is not None:
+            strange = [name for name in located if index_of.get(name) != path]
+            problems += listed(path, f"is not where {INDEX} says", strange)
+        found |= located
+    if index_of is not None and not problems:
+        problems += listed(folder / INDEX, "is in none of the files", sorted(index_of.keys() - found.keys()))
     if problems:
-        raise UserError(*problems[:10])
-    if spec.tie_word_embeddings:
-        weights[HEAD] = weights[EMBEDDING]
-    return weights
+        raise UserError(*problems[:MOST_PROBLEMS])
+    # Files of old versions of transformers hold the rotary angles, which follow from config.json.
+    return {name: place for name, place in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def _listed(path: Path, what: str, names: list[str]) -> list[str]:
+def _nothing_there(folder: Path, there: list[Path]) -> str:
+    message = f"there is no model in {folder}: {WEIGHTS} is missing, and {INDEX} too"
+    if there:
+        return f"{message}; {there[0].name} alone does not say whether it is all of it"
+    if any(folder.glob("*.bin")):
+        return (
+            f"{message}; pickled weights (.bin) are not read: load them with transformers and save them with "
+            "save_pretrained"
+        )
+    return message
+
+
+def _index(path: Path) -> dict[str, Path]:
+    """Return the file of each weight."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
+        raise UserError(f"{path} has no weight_map that says which file has which weight")
+    return {name: path.parent / file for name, file in names.items()}
+
+
+def read_header(path: Path) -> dict[str, Located]:
+    """Return where the tensors of a safetensors file lie. Raises UserError where the file is not whole."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
+                raise UserError(f"{path} is damaged or incomplete: its header is longer than the file")
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            return {name: _located(path, name, values, 8 + length, size) for name, values in header.items()}
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged or no safetensors file: its header cannot be read") from None
+
+
+def _located(path: Path, name: str, values: Mapping[str, Any], data: int, size: int) -> Located:
+    shape, (start, stop) = tuple(map(int, values["shape"])), values["data_offsets"]
+    dtype = DTYPES.get(values["dtype"])
+    if dtype is None:
+        raise UserError(
+            f"{path}: {name} is stored as {values['dtype']}, which is not supported: use {choices(DTYPES)}"
+        )
+    if stop - start != torch.Size(shape).numel() * dtype.itemsize or start < 0 or data + stop > size:
+        raise UserError(
+            f"{path} is damaged or incomplete: {name} should end at byte {data + stop} of its {size}"
+        )
+    return Located(path, data + start, dtype, shape)
+
+
+def _misfits(found: Mapping[str, Located], spec: ModelSpec, folder: Path) -> list[str]:
+    """Return what keeps the weights from being those of the model."""
+    shapes = spec.parameter_shapes()
+    problems = listed(folder, "is missing", [name for name in shapes if name not in found])
+    problems += listed(
+        folder, "is no parameter of this model", [name for name in found if name not in shapes]
+    )
+    return problems + [
+        f"{found[name].file}: {name} has shape {found[name].shape}, the model needs {shape}"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
+    ]
+
+
+def listed(path: Path, what: str, names: list[str]) -> list[str]:
     """Return one message for several names that have the same problem."""
     if not names:
         return []

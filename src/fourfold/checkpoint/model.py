@@ -1,98 +1,159 @@
 """A trained model in one process, from a checkpoint of any layout or from a Hugging Face folder."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fourfold.checkpoint.files import problem_of
 from fourfold.checkpoint.folders import CHECKPOINTS, folder_of, steps_there
-from fourfold.checkpoint.hugging_face import CONFIG, EMBEDDING, HEAD, Checkpoint, decoder, load_folder
+from fourfold.checkpoint.hugging_face import CONFIG, HuggingFaceWeights
 from fourfold.checkpoint.manifest import MANIFEST, WEIGHT, Damaged, Manifest, read_manifest
 from fourfold.checkpoint.reader import Reader, damaged_pieces
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Stripes
 from fourfold.data import ByteTokenizer, Tokenizer, load_tokenizer
-from fourfold.data.tokenizers import FileTokenizer
+from fourfold.data.tokenizers import TOKENIZER, FileTokenizer
 from fourfold.errors import UserError
+from fourfold.models import Decoder
 from fourfold.run_folder import RUN_FILE
 from fourfold.specs import ModelSpec
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in one process, in float32 on the CPU, its tokenizer, and how many steps it was trained."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    step: int
 
 
 def about_files(spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the small files of a checkpoint, by name: the model's config and the tokenizer.
 
-    The tokenizer is read now: its files may be gone later.
+    The tokenizer is read now: its files may be gone later. That of bytes needs none.
     """
     files = {CONFIG: json.dumps(spec.to_config(), indent=2).encode() + b"\n"}
-    if isinstance(tokenizer, FileTokenizer):
-        files["tokenizer.json"] = tokenizer.path.read_bytes()
-        declared = tokenizer.path.with_name("tokenizer_config.json")
-        files |= {declared.name: declared.read_bytes()} if declared.exists() else {}
-    return files
+    return files | tokenizer.files() if isinstance(tokenizer, FileTokenizer) else files
 
 
 def load_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) -> Checkpoint:
     """Return the model of a run's newest good checkpoint, of one checkpoint, or of a Hugging Face folder.
 
-    In float32 on the CPU. ``tell`` is given a line on each broken checkpoint that is passed over. Raises
-    UserError with everything that is missing, damaged or does not fit together.
+    ``tell`` is given a line on each broken checkpoint that is passed over. Raises UserError with everything
+    that is missing, damaged or does not fit together.
+    """
+    if any((folder / name).exists() for name in (MANIFEST, RUN_FILE)) or steps_there(folder / CHECKPOINTS):
+        return newest_good(folder, _load, tell)
+    if not (folder / CONFIG).exists():
+        raise UserError(
+            f"{folder} is neither the folder of a run, nor a checkpoint, nor a Hugging Face folder with a "
+            f"{CONFIG}"
+        )
+    return _load_hugging_face(folder, tell)
+
+
+def newest_good(
+    folder: Path, use: Callable[[Path], Result], tell: Callable[[str], None] = lambda _: None
+) -> Result:
+    """Return what ``use`` makes of a run's newest checkpoint for which it does not raise Damaged.
+
+    Args:
+        folder: of a run, or of one checkpoint.
+        use: is given the folder of a checkpoint.
+        tell: is given a line on each broken checkpoint that is passed over.
+
+    Raises UserError where there is none.
     """
     if (folder / MANIFEST).exists():
         try:
-            return _load(folder)
+            return use(folder)
         except Damaged as damaged:
             raise UserError(*damaged.messages[:10]) from None
     checkpoints = folder / CHECKPOINTS
     steps = steps_there(checkpoints)
-    if not steps and not (folder / RUN_FILE).exists():
-        return load_folder(folder)  # from elsewhere
     problems: list[str] = []
     for step in steps:
         try:
-            return _load(folder_of(step, checkpoints))
+            return use(folder_of(step, checkpoints))
         except Damaged as damaged:
             problems += damaged.messages
             if step != steps[-1]:
                 tell(f"{damaged.messages[0]}: going back to the checkpoint before")
     if problems:
         raise UserError(f"no checkpoint in {checkpoints} can be loaded", *problems[:10])
-    raise UserError(f"there is no checkpoint in {folder}: the run has not saved one")
+    if (folder / RUN_FILE).exists():
+        raise UserError(f"there is no checkpoint in {folder}: the run has not saved one")
+    raise UserError(f"{folder} is neither the folder of a run nor a checkpoint")
+
+
+def spec_of(folder: Path, manifest: Manifest) -> ModelSpec:
+    """Return the model of a checkpoint, whose small files and names and shapes of weights are checked.
+
+    Raises Damaged.
+    """
+    for name, entry in manifest.files.items():
+        if problem := problem_of(folder / name, entry):
+            raise Damaged(problem)
+    spec = ModelSpec.from_config(folder)
+    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors.values() if tensor.state == WEIGHT}
+    wanted = spec.parameter_shapes()
+    problems = [
+        f"{folder} has {name} of shape {shapes.get(name)}, {CONFIG} says {wanted.get(name)}"
+        for name in wanted | shapes
+        if shapes.get(name) != wanted.get(name)
+    ]
+    if problems:
+        raise Damaged(*problems)
+    return spec
+
+
+def tokenizer_of(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Return the tokenizer of a checkpoint."""
+    return load_tokenizer(folder / TOKENIZER) if TOKENIZER in manifest.files else ByteTokenizer()
 
 
 def _load(folder: Path) -> Checkpoint:
     """Read the weights of a checkpoint. Raises Damaged."""
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
-        if problem := problem_of(folder / name, entry):
-            raise Damaged(problem)
-    spec = ModelSpec.from_config(folder)
-    weights = _whole_weights(folder, manifest)
-    problems = [
-        f"{folder} has {name} of shape {found}, {CONFIG} says {wanted}"
-        for name, wanted in spec.parameter_shapes().items()
-        if (found := tuple(weights[name].shape) if name in weights else None) != wanted
-    ]
-    if problems:
-        raise Damaged(*problems)
-    named = "tokenizer.json" in manifest.files
-    tokenizer = load_tokenizer(folder / "tokenizer.json") if named else ByteTokenizer()
-    if spec.tie_word_embeddings:
-        weights[HEAD] = weights[EMBEDDING]
-    return Checkpoint(decoder(spec, weights), tokenizer, manifest.step)
-
-
-def _whole_weights(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    spec = spec_of(folder, manifest)
     weights = {}
     with Reader(folder, manifest) as reader:
-        for tensor in manifest.tensors.values():
-            if tensor.state == WEIGHT:
-                values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-                reader.read(Held(tensor, (Stripes(0, values.numel()),), values.view(-1), owners=1))
-                weights[tensor.parameter] = values
+        for name in spec.parameter_shapes():
+            tensor = manifest.tensors[name]
+            values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            reader.read(Held(tensor, (Stripes(0, values.numel()),), values.view(-1), owners=1))
+            weights[name] = values
     problems = damaged_pieces(folder, manifest, reader.sums, dict.fromkeys(weights, 1), states=[WEIGHT])
     if problems:
         raise Damaged(*problems)
-    return weights
+    return Checkpoint(_decoder(spec, weights), tokenizer_of(folder, manifest), manifest.step)
+
+
+def _load_hugging_face(folder: Path, tell: Callable[[str], None]) -> Checkpoint:
+    spec = ModelSpec.from_config(folder)
+    weights = {}
+    with HuggingFaceWeights(folder, spec, tell) as files:
+        files.check_head()
+        for name, shape in spec.parameter_shapes().items():
+            weights[name] = torch.empty(shape)
+            files.read_(name, 0, weights[name].view(-1))
+    return Checkpoint(_decoder(spec, weights), load_tokenizer(folder / TOKENIZER), 0)
+
+
+def _decoder(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
+    """Return the model with these weights, in float32."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model.load_state_dict(weights, strict=False, assign=True)
+    if spec.tie_word_embeddings:  # assigning gave the embedding a parameter of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return model.to(torch.float32)

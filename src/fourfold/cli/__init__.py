@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli import doctor, explain, plan, prepare, rehearse, sample, schedule, train, verify
+from fourfold.cli import doctor, explain, export, plan, prepare, rehearse, sample, schedule, train, verify
 from fourfold.errors import RunStopped, UserError
 
 
@@ -57,6 +57,7 @@ for command in (
     plan.plan,
     rehearse.rehearse,
     sample.sample,
+    export.export,
     prepare.prepare,
     schedule.schedule,
     doctor.doctor,

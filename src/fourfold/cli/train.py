@@ -1,9 +1,14 @@
 """``fourfold train``: a training run, from its run file to its run folder."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fourfold.errors import RankFailed, UserError
+from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS
 
 
 def train(
@@ -13,11 +18,29 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="E.g. training.steps=100; may repeat."),
     ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A Hugging Face folder: the model, its weights to begin with, and the tokenizer.",
+            show_default=False,
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on in the run's folder, from its newest good checkpoint.")
     ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Start local ranks again from the newest checkpoint, when one fails."
+        ),
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="End a run of which no rank moves for so long.")
+    ] = DEFAULT_TIMEOUT_SECONDS,
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""
+    from fourfold.checkpoint import check_hugging_face
     from fourfold.cli.train_rank import datasets, prepared_corpus, run_folder, train_on_rank
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
@@ -27,7 +50,7 @@ def train(
     from fourfold.specs import RunSpec
 
     # Everything that can be wrong is looked at here, before any rank starts.
-    run = RunSpec.load(run_file, overrides or (), layout)
+    run = RunSpec.load(run_file, overrides or (), layout, init)
     job = joined_job()
     tokenizer = load_tokenizer(run.data.tokenizer)
     run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
@@ -35,10 +58,37 @@ def train(
     model.to_config()  # the checkpoint needs it in the end
     schedule_of(run.layout, microbatches=run.training.microbatches, layers=model.num_hidden_layers)
     check_loggers(run)
+    if run.model.init is not None:
+        check_hugging_face(Path(run.model.init), model, tell=lambda line: typer.echo(line, err=True))
     folder = None
     if job is None:
         device_type(run.layout.world_size)
         check_local_ranks(run.layout.world_size)
         datasets(run, prepared_corpus(run, tokenizer))
         folder = run_folder(run, tokenizer, resume=resume)
-    launch(run.layout.world_size, train_on_rank, (run, folder, resume))
+    elif max_restarts:
+        raise UserError("--max-restarts is for local ranks: what started this job starts its ranks again")
+    elif not resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        raise UserError("torchrun has started the ranks again: give --resume, so that they go on")
+
+    def start(resume: bool) -> None:
+        launch(
+            run.layout.world_size,
+            train_on_rank,
+            (run, folder, resume, timeout),
+            timeout_seconds=timeout,
+        )
+
+    run_again(start, resume=resume, max_restarts=max_restarts)
+
+
+def run_again(start: Callable[[bool], None], *, resume: bool, max_restarts: int) -> None:
+    """Start a run, and again so many times when a rank fails; ``start`` is told whether to go on."""
+    for restart in range(max_restarts + 1):
+        try:
+            return start(resume or restart > 0)
+        except RankFailed as failed:
+            if restart == max_restarts:
+                raise
+            typer.echo(f"error: {failed}", err=True)
+            typer.echo(f"starting again, {restart + 1} of {max_restarts} times", err=True)

@@ -9,7 +9,7 @@ from platform import python_version
 from statistics import median
 
 from fourfold.channel.tensor_parallel import TensorParallel
-from fourfold.checkpoint import about_files
+from fourfold.checkpoint import about_files, check_hugging_face
 from fourfold.cli.checkpoints import Checkpoints, what_must_stay
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
@@ -202,6 +202,8 @@ def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> di
     del values["data.source"], values["data.tokenizer"]
     values |= {f"model.{name}": value for name, value in model_spec.model_dump(mode="json").items()}
     values["the content of data.tokenizer"] = tokenizer.fingerprint
+    if run.model.init is not None:
+        values["what lies where in model.init"] = check_hugging_face(Path(run.model.init), model_spec)
     if run.layout.schedule.is_file:
         values["the content of the schedule in layout"] = Path(run.layout.schedule.name).read_text()
     if PYTHON_STDLIB in run.data.source:

@@ -26,6 +26,10 @@ END_OF_TEXT_NAMES = (
 )
 """Names that tokenizers give to the token that ends a document."""
 
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+CARRIED = (TOKENIZER, SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files of a tokenizer, and what a model of Hugging Face has about its tokens."""
+
 
 class Tokenizer(Protocol):
     """What preparing a corpus and sampling need of a tokenizer.
@@ -48,6 +52,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of token ids."""
 
+    def files(self) -> dict[str, bytes]:
+        """Return what Hugging Face's transformers needs to make the same ids, files by name."""
+
 
 class ByteTokenizer:
     """The bytes of the UTF-8 text: ids 0 to 255, and 256 for the end of a text."""
@@ -69,6 +76,18 @@ class ByteTokenizer:
         """Return the text; ids that stand for no byte are left out, broken UTF-8 becomes U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
 
+    def files(self) -> dict[str, bytes]:
+        """Return a tokenizer.json whose tokens are single bytes, and its settings."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+        vocabulary = {character: byte for byte, character in enumerate(_characters_of_bytes())}
+        made = HuggingFaceTokenizer(models.BPE(vocabulary, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens([AddedToken(END_OF_TEXT_NAMES[0], special=True)])
+        return {TOKENIZER: made.to_str(pretty=True).encode(), SETTINGS: _settings(END_OF_TEXT_NAMES[0])}
+
 
 class FileTokenizer:
     """A Hugging Face tokenizer.json.
@@ -82,7 +101,7 @@ class FileTokenizer:
         from tokenizers import Tokenizer as HuggingFaceTokenizer  # here: bytes need no such library
 
         try:
-            self.path = path / "tokenizer.json" if path.is_dir() else path
+            self.path = path / TOKENIZER if path.is_dir() else path
             content = self.path.read_bytes()
         except OSError as error:
             hint = nearest(path.name, ["bytes"])
@@ -118,6 +137,18 @@ class FileTokenizer:
         kept = [int(token) for token in ids if token != self.end_of_text]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
+    def files(self) -> dict[str, bytes]:
+        """Return the file and those beside it that belong to it. Raises UserError for one it cannot read."""
+        there = (self.path.with_name(name) for name in CARRIED[1:])
+        try:
+            found = {path.name: path.read_bytes() for path in there if path.exists()}
+            found[TOKENIZER] = self.path.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read the tokenizer {error.filename}: {error.strerror}") from error
+        name = self._tokenizer.id_to_token(self.end_of_text)
+        assert name is not None
+        return {SETTINGS: _settings(name), **found}
+
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """Return the tokenizer `bytes`, or that of a tokenizer.json (or of a folder with one).
@@ -131,7 +162,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
 def _end_of_text(path: Path, vocabulary: dict[str, int]) -> int:
     """Return the id that ends a document: the one the tokenizer names, else one of a known name."""
-    names = [*_declared_end_of_text(path.with_name("tokenizer_config.json")), *END_OF_TEXT_NAMES]
+    names = [*_declared_end_of_text(path.with_name(SETTINGS)), *END_OF_TEXT_NAMES]
     for name in names:
         if name in vocabulary:
             return vocabulary[name]
@@ -152,3 +183,19 @@ def _declared_end_of_text(path: Path) -> list[str]:
     if isinstance(token, dict):
         token = token.get("content")
     return [token] if isinstance(token, str) else []
+
+
+def _settings(end_of_text: str) -> bytes:
+    """Return a tokenizer_config.json for a tokenizer.json that has none."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_of_text}
+    return json.dumps(settings, indent=2).encode() + b"\n"
+
+
+def _characters_of_bytes() -> list[str]:
+    """Return the character that stands for each byte in byte-level tokenizers (GPT-2's table).
+
+    Printable ones stand for themselves, the others take the characters from 256 on in their order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -48,11 +48,14 @@ def _recompute(value: object) -> RecomputeName:
 class ModelSection(Spec):
     """[model]: which model. A preset, a config.json, or the sizes themselves; sizes given here win.
 
-    In the run file the sizes stand in the section itself, beside ``preset`` or ``config``.
+    In the run file the sizes stand in the section itself, beside ``preset``, ``config`` or ``init``.
     """
 
     preset: str | None = Field(default=None, description="name of a known model")
     config: str | None = Field(default=None, description="path of a Hugging Face config.json or its folder")
+    init: str | None = Field(
+        default=None, description="a Hugging Face folder with config.json and the weights to begin with"
+    )
     overrides: dict[str, Any] = Field(default_factory=dict, description="any fields of ModelSpec")
 
     @classmethod
@@ -83,20 +86,22 @@ class ModelSection(Spec):
 
     def _resolve(self, vocab_size: int | None) -> ModelSpec:
         """Make the model; messages start with the key that is wrong."""
-        if self.preset and self.config:
-            raise UserError("preset and model.config are both given: leave one out")
-        if not (self.preset or self.config or self.overrides):
+        given = [name for name in ("preset", "config", "init") if getattr(self, name)]
+        if len(given) > 1:
+            raise UserError(f"{' and model.'.join(given)} are given together: leave only one")
+        config = self.config or self.init
+        if not (given or self.overrides):
             raise UserError("preset is missing: give e.g. preset = 'small-2m', or config, or the sizes")
         overrides = dict(self.overrides)
-        if vocab_size is not None and not self.config:
+        if vocab_size is not None and not config:
             overrides.setdefault("vocab_size", vocab_size)
         if self.preset:
             spec = ModelSpec.preset(self.preset).replace(overrides)
-        elif self.config:
+        elif config:
             try:
-                base = ModelSpec.from_config(self.config)
+                base = ModelSpec.from_config(config)
             except UserError as error:
-                raise UserError(*(f"config: {message}" for message in error.messages)) from None
+                raise UserError(*(f"{given[0]}: {message}" for message in error.messages)) from None
             spec = base.replace(overrides)
         else:
             spec = ModelSpec.model_validate(overrides)
@@ -234,14 +239,21 @@ class RunSpec(Spec):
     logging: LoggingSection = LoggingSection()
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = (), layout: str | None = None) -> "RunSpec":
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        layout: str | None = None,
+        init: str | None = None,
+    ) -> "RunSpec":
         """Read a run file, with ``section.key=value`` overrides and a layout on top.
 
-        Raises ``UserError`` with every problem at once.
+        ``init``, a Hugging Face folder, takes the place of the file's model and tokenizer. Raises
+        ``UserError`` with every problem at once.
         """
         from fourfold.specs.run_file import read_run_file
 
-        return cls.model_validate(read_run_file(Path(path), overrides, layout))
+        return cls.model_validate(read_run_file(Path(path), overrides, layout, init))
 
     def to_toml(self) -> str:
         """Return the run file of this run, every key spelled out. It loads back equal."""
@@ -252,9 +264,12 @@ class RunSpec(Spec):
         return toml(values)
 
     def resolved(self, vocab_size: int) -> "RunSpec":
-        """Return this run with the sizes of its model spelled out, no preset or config.json needed."""
+        """Return this run with the sizes of its model spelled out, no preset or config.json needed.
+
+        The folder that its first weights come from stays.
+        """
         sizes = self.model.spec(vocab_size).model_dump(mode="json", exclude_none=True)
-        return self.model_copy(update={"model": ModelSection(overrides=sizes)})
+        return self.model_copy(update={"model": ModelSection(init=self.model.init, overrides=sizes)})
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -337,7 +352,7 @@ class RunSpec(Spec):
 
 SECTION_KEYS: dict[str, tuple[str, ...]] = {
     # The sizes stand in the section itself; `ModelSection.overrides` is for Python code.
-    "model": ("preset", "config", *ModelSpec.model_fields),
+    "model": ("preset", "config", "init", *ModelSpec.model_fields),
     "data": tuple(DataSection.model_fields),
     "training": tuple(TrainingSection.model_fields),
     "sharding": tuple(ShardingSection.model_fields),

@@ -9,24 +9,49 @@ from typing import Any
 from fourfold.errors import UserError, nearest
 
 
-def read_run_file(path: Path, overrides: Sequence[str] = (), layout: str | None = None) -> dict[str, Any]:
-    """Return the content of a run file with the overrides and the layout put on top.
+def read_run_file(
+    path: Path, overrides: Sequence[str] = (), layout: str | None = None, init: str | None = None
+) -> dict[str, Any]:
+    """Return the content of a run file with ``init``, the overrides and the layout put on top.
 
-    The folder of the run is ``runs/<name of the file>`` where the file does not say. Raises ``UserError``.
+    The folder of the run is ``runs/<name of the file>`` where the file does not say, and the tokenizer that
+    of the folder that the weights come from. Raises ``UserError``.
     """
     values = _load(path)
     values.setdefault("folder", f"runs/{path.stem}")
     problems: list[str] = []
+    if init is not None:
+        values["model"] = {"init": init}
+        if isinstance(values.get("data"), dict):
+            values["data"].pop("tokenizer", None)
     for text in overrides:
         try:
             override_(values, text)
         except UserError as error:
             problems += error.messages
+    if message := _take_tokenizer_(values):
+        problems.append(message)
     if problems:
         raise UserError(*problems)
     if layout is not None:
         values["layout"] = layout
     return values
+
+
+def _take_tokenizer_(values: dict[str, Any]) -> str | None:
+    """Let the tokenizer be that of ``model.init``, unless another is given; say so where it has none."""
+    model, data = values.get("model"), values.setdefault("data", {})
+    init = model.get("init") if isinstance(model, dict) else None
+    if not isinstance(init, str) or not isinstance(data, dict) or "tokenizer" in data:
+        return None
+    path = Path(init) / "tokenizer.json"
+    if not path.exists():
+        return (
+            f"data.tokenizer is missing, and {path} does not exist: give the tokenizer that the model was "
+            "trained with"
+        )
+    data["tokenizer"] = str(path)
+    return None
 
 
 def _load(path: Path) -> dict[str, Any]:

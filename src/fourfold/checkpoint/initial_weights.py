@@ -1,0 +1,50 @@
+"""The first weights of a run, from a Hugging Face folder straight into the pieces of whatever layout."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from fourfold.checkpoint.hugging_face import MOST_PROBLEMS, HuggingFaceWeights
+from fourfold.checkpoint.ranks import messages_of_all
+from fourfold.errors import UserError
+from fourfold.parallel_model import ParallelModel
+from fourfold.specs import ModelSpec
+
+
+def read_hugging_face_(parallel: ParallelModel, folder: Path) -> int:
+    """Set the master weights that this rank owns, and return how many bytes it read. All ranks call it.
+
+    Each reads its own slices alone. Raises UserError on all ranks with what is wrong on any of them; the
+    weights are of no use then.
+    """
+    problems: list[str] = []
+    read = 0
+    try:
+        with HuggingFaceWeights(folder, parallel.model.spec) as weights:
+            for part in parallel.weights.masters():
+                weights.read_(part.name, part.first, part.target)
+            read = weights.bytes_read
+            if parallel.mesh.rank == 0:
+                weights.check_head()
+    except UserError as error:
+        problems = list(error.messages)
+    problems = messages_of_all(problems, parallel.mesh)
+    if problems:
+        raise UserError(*problems[:MOST_PROBLEMS])
+    parallel.publish_()
+    return read
+
+
+def check_hugging_face(folder: Path, spec: ModelSpec, tell: Callable[[str], None] = lambda _: None) -> str:
+    """Hold names, shapes and sizes of a folder's weights against a model; return what tells it from others.
+
+    Reads the headers alone. Raises UserError with all that does not fit. ``tell`` is given a line on each
+    file that is not read.
+    """
+    with HuggingFaceWeights(folder, spec, tell) as weights:
+        return hashlib.sha256(
+            "\n".join(
+                f"{name} {place.file.name} {place.offset} {place.dtype} {place.shape}"
+                for name, place in sorted(weights.located.items())
+            ).encode()
+        ).hexdigest()
