@@ -8,10 +8,12 @@ from fourfold.checkpoint.export import export_model
 from fourfold.checkpoint.initial_weights import check_hugging_face, read_hugging_face_
 from fourfold.checkpoint.loading import load_newest_
 from fourfold.checkpoint.model import Checkpoint, about_files, load_checkpoint
-from fourfold.checkpoint.saving import Saving, save
+from fourfold.checkpoint.saving import Saver, save
+from fourfold.checkpoint.writing import Saving
 
 __all__ = [
     "Checkpoint",
+    "Saver",
     "Saving",
     "about_files",
     "check_hugging_face",
