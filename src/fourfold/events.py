@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
-from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Kind, Program
+from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Action, Kind, Program
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import BATCH_AXES, Layout
 from fourfold.traffic import Event
@@ -80,35 +80,50 @@ def step_events(
             dtype that computation runs in; of the S / tp tokens of a rank with sequence parallelism.
         inside: what the segments send while they compute, on the cp and tp axes.
     """
-    shards = layout.axis_name(*layout.shard_axes)
-    all_ranks, norm = ("pp", *BATCH_AXES), ("pp", *layout.shard_axes, "tp")
-    dtype = next(iter(units.values())).weight_dtype
-    events: list[Event] = []
-    for action in program.ranks[rank]:
-        kind = action.kind
+    of_rank = RankEvents(program, layout, units, activation_bytes, inside)
+    return [event for action in program.ranks[rank] for event in of_rank.of(action)]
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """The collectives and messages of each action of a pipeline rank; see `step_events`."""
+
+    program: Program
+    layout: Layout
+    units: Mapping[int, UnitSize]
+    activation_bytes: Sequence[int]
+    inside: SegmentCosts | None = None
+
+    def of(self, action: Action) -> list[Event]:
+        """Those of an action, in order."""
+        kind, layout, inside = action.kind, self.layout, self.inside
         if inside is not None and kind in FORWARDS:
-            again = kind is Kind.RECOMPUTE
-            events += inside.forward(action.segment, action.microbatch, again=again)
-        elif inside is not None and kind in TAKES_TAPE:
-            events += inside.backward(action.segment, action.microbatch)
-        elif kind is Kind.LOSS and layout.size(*all_ranks) > 1:
-            events.append(Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE))
-        elif kind is Kind.UPDATE and layout.size(*norm) > 1:
-            events.append(Event("all_reduce", layout.axis_name(*norm), SCALAR_BYTES, SCALAR_DTYPE))
-        elif kind in SENDS or kind in RECEIVES:
+            return inside.forward(action.segment, action.microbatch, again=kind is Kind.RECOMPUTE)
+        if inside is not None and kind in TAKES_TAPE:
+            return inside.backward(action.segment, action.microbatch)
+        if kind is Kind.LOSS and layout.size(*(all_ranks := ("pp", *BATCH_AXES))) > 1:
+            return [Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE)]
+        if kind is Kind.UPDATE and layout.size(*(norm := ("pp", *layout.shard_axes, "tp"))) > 1:
+            return [Event("all_reduce", layout.axis_name(*norm), SCALAR_BYTES, SCALAR_DTYPE)]
+        if kind in SENDS or kind in RECEIVES:
             op = "send" if kind in SENDS else "recv"
-            events.append(Event(op, "pp", activation_bytes[action.microbatch], dtype))
-        elif kind is Kind.GATHER:
-            unit = units[action.unit]
-            events.append(Event("all_gather", shards, unit.numel * unit.weight_bytes, unit.weight_dtype))
-        elif kind is Kind.REDUCE and layout.fsdp > 1:
-            unit = units[action.unit]
-            events.append(Event("reduce_scatter", shards, unit.numel * unit.master_bytes, unit.master_dtype))
-        elif kind in (Kind.REDUCE, Kind.ALL_REDUCE) and action.unit in program.replicated:
-            unit = units[action.unit]
-            replicas = _replicas(program, action.unit, layout, over_tp=unit.over_tp)
-            events.append(Event("all_reduce", replicas, unit.piece * unit.master_bytes, unit.master_dtype))
-    return events
+            dtype = next(iter(self.units.values())).weight_dtype
+            return [Event(op, "pp", self.activation_bytes[action.microbatch], dtype)]
+        if kind in (Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE):
+            return self._of_unit(kind, action.unit)
+        return []
+
+    def _of_unit(self, kind: Kind, number: int) -> list[Event]:
+        layout, unit = self.layout, self.units[number]
+        shards = layout.axis_name(*layout.shard_axes)
+        if kind is Kind.GATHER:
+            return [Event("all_gather", shards, unit.numel * unit.weight_bytes, unit.weight_dtype)]
+        if kind is Kind.REDUCE and layout.fsdp > 1:
+            return [Event("reduce_scatter", shards, unit.numel * unit.master_bytes, unit.master_dtype)]
+        if number not in self.program.replicated:
+            return []
+        replicas = _replicas(self.program, number, layout, over_tp=unit.over_tp)
+        return [Event("all_reduce", replicas, unit.piece * unit.master_bytes, unit.master_dtype)]
 
 
 def _replicas(program: Program, unit: int, layout: Layout, *, over_tp: bool) -> str:

@@ -8,7 +8,20 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from fourfold.cli import doctor, explain, export, plan, prepare, rehearse, sample, schedule, train, verify
+from fourfold.cli import (
+    bench,
+    doctor,
+    explain,
+    export,
+    plan,
+    prepare,
+    rehearse,
+    sample,
+    schedule,
+    simulate,
+    train,
+    verify,
+)
 from fourfold.errors import RunStopped, UserError
 
 
@@ -55,12 +68,14 @@ for command in (
     verify.verify,
     explain.explain,
     plan.plan,
+    simulate.simulate,
     rehearse.rehearse,
     sample.sample,
     export.export,
     prepare.prepare,
     schedule.schedule,
     doctor.doctor,
+    bench.bench,
 ):
     app.command()(command)
 
