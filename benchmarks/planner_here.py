@@ -4,13 +4,15 @@ python benchmarks/planner_here.py [--json] [--ranks 2 4] [--sequence 128 256] [-
 
 For each number of ranks and length of a sequence one job measures, one after the other: what `fourfold bench`
 measures, and then the steps of every layout (medians). From the first alone each layout's step is predicted.
-``--save`` keeps what was measured, ``--read`` predicts from such files without measuring anew.
+``--save`` keeps what was measured, of one number of ranks and one length, and goes on with what it finds in
+that file; ``--read`` predicts from such files without measuring anew.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,16 +85,31 @@ class Row:
     measured_parts: dict[str, float]
 
 
-def run_on_rank(rank: Rank, sequence: int) -> dict[str, Any] | None:
-    """Measure the machine and then the layouts."""
+def run_on_rank(rank: Rank, sequence: int, known: dict[str, Any], save: Path | None) -> dict[str, Any]:
+    """Measure the machine and then the layouts, but for what is known; keep each as soon as it is there."""
     torch.set_num_threads(1)
     ranks = rank.job.world_size
-    shapes = Shapes.of(MODEL, dtype="float32", sequence=sequence, ranks=ranks, rows=(1, 2, 8))
-    machine = measure(rank, shapes)
-    rows = [steps_of(ranks, sequence, layout, microbatches) for layout, microbatches in LAYOUTS[ranks]]
-    if machine is None:
-        return None
-    return {"machine": machine.to_json(), "measured": [asdict(row) for row in rows]}
+
+    def keep() -> None:
+        if rank.is_first and save is not None:
+            save.write_text(json.dumps([known]) + "\n")
+            print(f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
+
+    began = time.perf_counter()
+
+    if "machine" in known:
+        rank.connect(device_type="cpu", agree_on={})
+    else:
+        shapes = Shapes.of(MODEL, dtype="float32", sequence=sequence, ranks=ranks, rows=(1, 2, 8))
+        machine = measure(rank, shapes)
+        known |= {"machine": None if machine is None else machine.to_json(), "measured": []}
+        keep()
+    there = [(found["layout"], found["microbatches"]) for found in known["measured"]]
+    for layout, microbatches in LAYOUTS[ranks]:
+        if (layout, microbatches) not in there:
+            known["measured"].append(asdict(steps_of(ranks, sequence, layout, microbatches)))
+            keep()
+    return known
 
 
 def steps_of(ranks: int, sequence: int, layout: str, microbatches: int) -> Measured:
@@ -183,9 +200,10 @@ def main() -> None:
     if not runs:
         for ranks in options.ranks:
             for sequence in options.sequence:
-                runs.append(launch(ranks, planner_here.run_on_rank, (sequence,)))
-    if options.save:
-        options.save.write_text(json.dumps(runs) + "\n")
+                known = (
+                    json.loads(options.save.read_text())[0] if options.save and options.save.exists() else {}
+                )
+                runs.append(launch(ranks, planner_here.run_on_rank, (sequence, known, options.save)))
     rows = [
         predicted(Machine.from_json(run["machine"]), Measured(**found))
         for run in runs

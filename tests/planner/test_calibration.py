@@ -13,8 +13,10 @@ from fourfold.bench.compute import (
     measured_products,
     measured_updates,
 )
+from fourfold.bench.measure import calibration
 from fourfold.bench.network import measured_collectives
 from fourfold.outline import Step, outline
+from fourfold.planner import catalogue
 from fourfold.planner.calibration import (
     BlockTable,
     MeasuredAttention,
@@ -139,6 +141,28 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Machine.from_json(json.loads(text)) == machine
     (tmp_path / "found.json").write_text(text)
     assert replace(cpu().calibrated(tmp_path / "found.json"), source="catalogue") == machine
+
+
+def test_what_was_measured_on_one_node_stands_over_the_catalogue(tmp_path: Path) -> None:
+    """Other dtypes keep their rates, and the network between nodes stays."""
+    h100 = catalogue.machine("H100-80GB")
+    found = replace(
+        h100,
+        source="measured by fourfold bench",
+        peak_flops={"bfloat16": 1e15},
+        product_efficiency={"bfloat16": 0.7},
+        levels=(Level(8, 4e11, 1e-6),),
+        launch_seconds=3e-6,
+    )
+    (tmp_path / "found.json").write_text(json.dumps(calibration(found)))
+    machine = h100.calibrated(tmp_path / "found.json")
+    assert machine.peak_flops == {**h100.peak_flops, "bfloat16": 1e15}
+    assert machine.levels == (Level(8, 4e11, 1e-6), h100.levels[-1])
+    assert (machine.launch_seconds, machine.source) == (3e-6, "measured by fourfold bench")
+    assert machine.interference == h100.interference, "that was not measured"
+    alone = calibration(replace(found, levels=()))
+    assert "levels" not in alone
+    assert Machine.from_json(alone).levels == ()
 
 
 def test_every_block_is_measured_as_each_layout_computes_it() -> None:

@@ -1,7 +1,9 @@
 """Puts the measurements of all ranks together to a calibration."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,15 +18,31 @@ from fourfold.bench.network import measured_collectives
 from fourfold.bench.timing import median_seconds
 from fourfold.collectives import barrier
 from fourfold.doctor import device_type, measured_copy_bytes_per_second, measured_peak_flops
+from fourfold.flops import attended_pairs
 from fourfold.launch import Rank
 from fourfold.launch.local import cores
 from fourfold.mesh import Mesh
+from fourfold.planner.calibration import MeasuredAttention
 from fourfold.planner.machine import Level, Machine, MeasuredCollective
 from fourfold.specs import Layout
 from fourfold.specs.hardware import accelerator
 
-SMALL, LARGE = 8, 2**22
-"""Bytes of the messages that latency and bandwidth are read off, at least and about."""
+LARGE = 2**22
+"""Bytes of the messages that a bandwidth is read off, at least."""
+
+MEASURED = (
+    "name", "source", "peak_flops", "product_efficiency", "memory_bytes", "memory_bytes_per_second", "levels",
+    "attention_efficiency", "attention_backward_efficiency", "launch_seconds", "ranks_per_device", "products",
+    "collectives", "blocks", "attentions", "updates",
+)  # fmt: skip
+"""The fields of a machine that are measured; ``interference``, too, on a CPU."""
+
+
+def calibration(machine: Machine) -> dict[str, Any]:
+    """What `measure` found, as a calibration file has it: nothing that was not measured."""
+    values = machine.to_json()
+    names = MEASURED if machine.interference else (*MEASURED, "interference")
+    return {name: values[name] for name in names if values[name] not in ([], ())}
 
 
 def measure(rank: Rank, shapes: Shapes) -> Machine | None:
@@ -46,7 +64,8 @@ def measure(rank: Rank, shapes: Shapes) -> Machine | None:
         _together(kind)
         rows = tuple(measured_collectives(device, near=job.local_world_size))
         if found is not None:
-            found = replace(found, collectives=rows, levels=_levels(rows, job.local_world_size))
+            levels = _levels(rows, job.local_world_size, kind)
+            found = replace(found, collectives=rows, levels=levels)
     return found if rank.is_first else None
 
 
@@ -67,6 +86,8 @@ def _computing(shapes: Shapes, device: torch.device) -> Machine:
         memory_bytes=_memory_bytes(device),
         memory_bytes_per_second=measured_copy_bytes_per_second(device=device),
         levels=(),
+        attention_efficiency=_efficiency(attentions, peak, backward=False),
+        attention_backward_efficiency=_efficiency(attentions, peak, backward=True),
         launch_seconds=_launch_seconds(device),
         products=products,
         attentions=attentions,
@@ -94,8 +115,21 @@ def _launch_seconds(device: torch.device) -> float:
     return median_seconds(lambda: [x.add_(1.0) for _ in range(100)], device) / 100
 
 
-def _levels(rows: tuple[MeasuredCollective, ...], near: int) -> tuple[Level, ...]:
-    """Latency and bandwidth of each level, as the formula for an all_gather has them."""
+def _efficiency(rows: Sequence[MeasuredAttention], peak: float, *, backward: bool) -> float:
+    """The share of the peak that attention would reach with long rows; see `Machine.attention_seconds`."""
+    row = max(rows, key=lambda row: row.rows * row.heads * row.sequence**2)
+    flops = 4 * row.rows * row.heads * row.head_dim * attended_pairs(row.sequence)
+    if backward:
+        flops = flops * 5 // 2
+    seconds = row.backward_seconds if backward else row.forward_seconds
+    return flops / seconds / peak * (row.sequence + 512) / row.sequence
+
+
+def _levels(rows: tuple[MeasuredCollective, ...], near: int, kind: str) -> tuple[Level, ...]:
+    """Latency and bandwidth of each level, as the formula for an all_gather has them.
+
+    Of one machine with accelerators only the level within it: what lies between machines was not measured.
+    """
     found = []
     widest = max(row.ranks for row in rows)
     for ranks in sorted({min(near, widest), widest}):
@@ -105,5 +139,6 @@ def _levels(rows: tuple[MeasuredCollective, ...], near: int) -> tuple[Level, ...
         small = of_level[0][1]
         nbytes, seconds = next(pair for pair in of_level if pair[0] >= LARGE)
         rate = nbytes * (ranks - 1) / ranks / max(seconds - small, 1e-9)
-        found.append(Level(0 if ranks == widest else ranks, rate, small / (ranks - 1)))
+        everywhere = ranks == widest and (widest > near or kind == "cpu")
+        found.append(Level(0 if everywhere else ranks, rate, small / (ranks - 1)))
     return tuple(found)

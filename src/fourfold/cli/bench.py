@@ -26,7 +26,7 @@ def bench(
     import torch
 
     from fourfold.bench.compute import Shapes
-    from fourfold.bench.measure import measure
+    from fourfold.bench.measure import calibration, measure
     from fourfold.launch import check_local_ranks, joined_job, launch
     from fourfold.outline import ITEMSIZES
     from fourfold.run_folder import writing
@@ -58,7 +58,7 @@ def bench(
     typer.echo(text(machine))
     if as_json is not None:
         with writing(as_json):
-            as_json.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
+            as_json.write_text(json.dumps(calibration(machine), indent=1) + "\n")
         typer.echo(f"calibration: {as_json}")
 
 

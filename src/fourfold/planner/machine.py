@@ -110,6 +110,9 @@ class Machine:
     def calibrated(self, path: str | Path) -> "Machine":
         """This machine with the numbers of a calibration file in place of its own.
 
+        Of rates by dtype those that the file has are replaced. Levels of the network that end within a node
+        are the nearest ones, and what lies between nodes stays as it was.
+
         Raises:
             UserError: where the file cannot be read, or has a key that is no field.
         """
@@ -120,12 +123,18 @@ class Machine:
         names = [found.name for found in fields(self)]
         if wrong := [key for key in values if key not in names]:
             raise UserError(*(f"calibration {path}: no field '{key}'.{nearest(key, names)}" for key in wrong))
-        return replace(self, **{"source": f"calibrated by {path}", **_read(values)})
+        found = _read(values)
+        for name, value in found.items():
+            if isinstance(value, Mapping):
+                found[name] = {**getattr(self, name), **value}
+        if (levels := found.get("levels")) and levels[-1].ranks:
+            found["levels"] = (*levels, *(level for level in self.levels if not level.ranks))
+        return replace(self, **{"source": f"calibrated by {path}", **found})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Machine":
-        """What `to_json` returned."""
-        return cls(**_read(values))
+        """What `to_json` returned; of one rank there may be no levels."""
+        return cls(**_read({"levels": [], **values}))
 
     def to_json(self) -> dict[str, Any]:
         """All fields, as `calibrated` reads them."""
