@@ -22,6 +22,8 @@ FLOORS: dict[str, int] = {
     "memory": 0,
     "allocator": 0,
     "learning_rate": 0,
+    "place": 0,
+    "stop": 0,
     "program": 0,
     "layer.split": 0,
     "layer.transfers": 0,

@@ -33,7 +33,7 @@ def test_the_events_are_on_the_gradient_group_of_the_batch_axis(layout: str) -> 
     events = events_of(one_stage(2, 1, replicated=True), layout, size(10), size(7))
     axis = Layout.parse(layout).axis_name("dp", "fsdp", "cp")
     assert events == [
-        Event("all_reduce", axis, 8, "float64"),
+        Event("all_reduce", axis, 16, "float64"),
         Event("all_reduce", axis, 28, "float32"),
         Event("all_reduce", axis, 40, "float32"),
     ]
@@ -53,7 +53,7 @@ def test_the_events_of_replicas_of_pieces() -> None:
     assert events_of(program, "dp3,fsdp2,cp2", *units) == [
         Event("all_gather", "fsdp,cp", 20, "bfloat16"),
         Event("all_gather", "fsdp,cp", 16, "bfloat16"),
-        Event("all_reduce", "dp,fsdp,cp", 8, "float64"),
+        Event("all_reduce", "dp,fsdp,cp", 16, "float64"),
         Event("reduce_scatter", "fsdp,cp", 32, "float32"),
         Event("reduce_scatter", "fsdp,cp", 40, "float32"),
         Event("all_reduce", "dp", 12, "float32"),
@@ -67,7 +67,7 @@ def test_with_whole_gradients_pieces_are_still_what_is_summed() -> None:
     program = one_stage(1, 4, sharding=Sharding(ZERO1))
     assert events_of(program, "fsdp2", size(6, 6)) == [
         Event("all_gather", "fsdp", 48, "float32"),
-        Event("all_reduce", "fsdp", 8, "float64"),
+        Event("all_reduce", "fsdp", 16, "float64"),
         Event("reduce_scatter", "fsdp", 48, "float32"),
         Event("all_reduce", "fsdp", 8, "float64"),
     ]
@@ -94,7 +94,7 @@ def test_the_events_of_a_pipeline_with_a_tied_head() -> None:
         Event("recv", "pp", 100, "float32"),
         Event("recv", "pp", 200, "float32"),
         Event("send", "pp", 100, "float32"),
-        Event("all_reduce", "pp,dp", 8, "float64"),
+        Event("all_reduce", "pp,dp", 16, "float64"),
         Event("send", "pp", 200, "float32"),
         Event("all_reduce", "pp,dp", 40, "float32"),
         Event("all_reduce", "pp", 8, "float64"),

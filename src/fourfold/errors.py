@@ -23,6 +23,17 @@ class RunStopped(Exception):
     """
 
 
+class RunPaused(RunStopped):
+    """A run that was asked to end: it saved, and can go on from there.
+
+    The command line prints the message and ends with exit status 75, which says "try again" (EX_TEMPFAIL).
+    """
+
+
+class RankFailed(RunStopped):
+    """A rank ended, or stood still, although the run could have gone on: it may do so when started again."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the valid name closest to ``name``, or an empty string."""
     matches = difflib.get_close_matches(name, list(valid), n=1)

@@ -7,11 +7,11 @@ from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
 from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Action, Kind, Program
 from fourfold.sequence.costs import SequenceCosts
-from fourfold.specs import BATCH_AXES, Layout
+from fourfold.specs import AXES, Layout
 from fourfold.traffic import Event
 
 SCALAR_DTYPE, SCALAR_BYTES = "float64", 8
-"""The loss, and the square of the gradient norm, are summed over ranks as one float64 each."""
+"""As which the square of the gradient norm is summed over ranks; the loss, with one more beside it."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class RankEvents:
             return inside.forward(action.segment, action.microbatch, again=kind is Kind.RECOMPUTE)
         if inside is not None and kind in TAKES_TAPE:
             return inside.backward(action.segment, action.microbatch)
-        if kind is Kind.LOSS and layout.size(*(all_ranks := ("pp", *BATCH_AXES))) > 1:
-            return [Event("all_reduce", layout.axis_name(*all_ranks), SCALAR_BYTES, SCALAR_DTYPE)]
+        if kind is Kind.LOSS and layout.world_size > 1:  # [Note: asked to end]
+            return [Event("all_reduce", layout.axis_name(*AXES), 2 * SCALAR_BYTES, SCALAR_DTYPE)]
         if kind is Kind.UPDATE and layout.size(*(norm := ("pp", *layout.shard_axes, "tp"))) > 1:
             return [Event("all_reduce", layout.axis_name(*norm), SCALAR_BYTES, SCALAR_DTYPE)]
         if kind in SENDS or kind in RECEIVES:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fourfold import stop
 from fourfold.batch.units import Unit
 from fourfold.collectives import Pending, agree, all_reduce_
 from fourfold.layer.transfers import arrived
@@ -13,10 +14,10 @@ from fourfold.layer.transport import Transport
 from fourfold.measured import Trace
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
+from fourfold.place import HERE, encoded
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.program.liveness import Left, left_behind
 from fourfold.segment import Segment
-from fourfold.specs import BATCH_AXES
 from fourfold.weight_gradients import WeightGradients
 
 
@@ -48,11 +49,11 @@ class _Messages:
 
 @dataclass
 class _Step:
-    """What is under way in one step."""
+    """What is under way in one step; ``sums`` are of the token losses, and of the ranks asked to end."""
 
     batches: Sequence[Microbatch]
     valid_tokens: int
-    loss_sum: Tensor
+    sums: Tensor
     update: Callable[[Tensor], None]
     trace: Trace
     messages: _Messages
@@ -105,7 +106,6 @@ class Executor:
         self._last = program.num_segments - 1
         self._weight_gradients = weight_gradients
         self._mesh = mesh
-        self._all_ranks = mesh.joint("pp", *BATCH_AXES)
         self._activation = activation
         self._training = _Messages(mesh, program)
         self._evaluations: dict[int, _Messages] = {}
@@ -113,8 +113,11 @@ class Executor:
         # After a failed step: collectives may still be writing into buffers.
         self._is_broken = False
         self._read: tuple[Sequence[Action], Left] = ((), left_behind(()))
+        self._names: dict[int, tuple[Sequence[Action], list[bytes]]] = {}
         self.trace = Trace(self._device, mesh.pp.rank)
         """Of the last step."""
+        self.asked_to_end = torch.zeros((), device=self._device)
+        """How many ranks were asked to end before the last step's sums."""
         self._run: dict[Kind, _Run] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -154,15 +157,16 @@ class Executor:
             The sum of the token losses of the global batch, a float64 scalar. (Where the actions leave out
             LOSS: of this rank's microbatches.)
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         self.trace = Trace(self._device, self._mesh.pp.rank)
         if self._read[0] is not actions:
             self._read = actions, left_behind(actions)
-        state = _Step(batches, valid_tokens, loss_sum, update, self.trace, self._training, self._read[1])
+        state = _Step(batches, valid_tokens, sums, update, self.trace, self._training, self._read[1])
         for unit in self._units.values():
             unit.begin_step_()
         self._interpret(actions, state, self._run)
-        return state.loss_sum
+        self.asked_to_end = state.sums[1]
+        return state.sums[0]
 
     def forward(
         self, program: Program, batches: Sequence[Microbatch], *, head: Head | None = None
@@ -181,7 +185,7 @@ class Executor:
         count = program.microbatches
         if count not in self._evaluations:
             self._evaluations[count] = _Messages(self._mesh, program)
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         trace = Trace(self._device, self._mesh.pp.rank)
         state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count], left_behind(()))
         results: list[Tensor] = []
@@ -209,14 +213,22 @@ class Executor:
             count = f"of {len(state.batches)} microbatches"
             agree.check("run", self._mesh.pp, self._device, f"{what} {count}")
         try:
-            for action in actions:
+            for action, name in zip(actions, self._names_of(actions), strict=True):
+                HERE.act(name)
                 run[action.kind](state, action)
             self._finish_sends(state, list(state.sends))
         except BaseException:
             for segment in self._segments.values():
                 segment.reset()
-            self._is_broken = state.is_communicating and self._all_ranks.size > 1
+            self._is_broken = state.is_communicating and self._mesh.world_size > 1
             raise
+
+    def _names_of(self, actions: Sequence[Action]) -> list[bytes]:
+        """The names of the actions, as `HERE` takes them; made once."""
+        known = self._names.get(id(actions))
+        if known is None or known[0] is not actions:
+            known = self._names[id(actions)] = actions, [encoded(str(action)) for action in actions]
+        return known[1]
 
     def _forward(self, state: _Step, action: Action) -> None:
         segment, microbatch = action.segment, action.microbatch
@@ -225,7 +237,7 @@ class Executor:
         keep = action in state.left.tapes
         y = self._segments[segment].forward(microbatch, x, state.batches[microbatch], keep=keep)
         if segment == self._last:
-            state.loss_sum += y
+            state.sums[0] += y
             state.gradients[segment, microbatch] = gradient_of_mean_loss(y, state.valid_tokens)
         else:
             state.outputs[segment, microbatch] = y
@@ -348,8 +360,15 @@ class Executor:
         state.others.append(self._start(state, action, self._units[action.unit].all_reduce))
 
     def _loss(self, state: _Step, action: Action) -> None:
+        # [Note: asked to end] Whether any rank was asked to end travels with the loss, so all ranks come to
+        # the same at the same step, and it costs no message of its own. The ranks of tp have the same loss:
+        # one of them adds it; of the others nothing but that it is not finite.
+        if self._mesh.tp.rank:
+            state.sums[0] *= 0.0
+        state.sums[1] = float(stop.is_asked())
+
         def all_reduce() -> Pending:
-            return all_reduce_(state.loss_sum, self._all_ranks, blocking=False)
+            return all_reduce_(state.sums, self._mesh.world, blocking=False)
 
         state.others.append(self._start(state, action, all_reduce))
 
@@ -366,5 +385,5 @@ class Executor:
             pending.wait()
             state.trace.waited(pending)
         start = state.trace.now()
-        state.update(state.loss_sum)
+        state.update(state.sums[0])
         state.trace.add(action, start)

@@ -22,6 +22,7 @@ from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import Update, optimizers
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
+from fourfold.place import HERE
 from fourfold.program.actions import SUMS
 from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
@@ -82,6 +83,7 @@ def train(
     on_start: Callable[[ParallelModel], None] = lambda _: None,
     resume: Callable[["Trainer"], int] = lambda _: 0,
     on_step: Callable[["Trainer", int], None] = lambda *_: None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> ParallelModel:
     """Train to step ``run.training.steps`` and return the model.
 
@@ -97,27 +99,37 @@ def train(
         on_start: is given the model before its first step.
         resume: loads what was saved and returns the step after which it was; 0 to begin.
         on_step: is given the number of finished steps after each, evaluation included: the time to save.
+        on_stop: is called before the run stops at what is not finite.
 
     Raises:
-        RunStopped: at the first loss or gradient that is not finite, before the weights are touched. The
-            message names the step, and the rank and the parameter where it began.
+        RunStopped: where loss or gradient are not finite in more steps in a row than
+            ``training.skip_bad_steps``; no such step touches weights or moments, and the learning rate counts
+            it. The message names the step, and the rank and the parameter where it began.
     """
     trainer = Trainer(run, model_spec, mesh, data=train_data)
     on_start(trainer.parallel)
+    bad_steps = 0
     for step in range(resume(trainer), run.training.steps):
         report = trainer.step(step)
         on_report(report)
-        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
-            raise RunStopped(trainer.diagnosis(step))
+        is_good = math.isfinite(report.loss) and math.isfinite(report.grad_norm)
+        bad_steps = 0 if is_good else bad_steps + 1
+        if bad_steps > run.training.skip_bad_steps:
+            diagnosis = trainer.diagnosis(step)
+            on_stop()
+            raise RunStopped(diagnosis)
         every, last = run.evaluation.every, report.step == run.training.steps
         if last or (every and report.step % every == 0):
+            HERE.begin(f"in the evaluation after step {report.step}", is_watched=True)
             evaluation = evaluate(trainer.parallel, run, eval_data, step=report.step)
             on_report(evaluation)
             if not math.isfinite(evaluation.loss):
+                on_stop()
                 raise RunStopped(
                     f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are "
                     "broken; try a lower optimizer.learning_rate"
                 )
+        HERE.begin(f"after step {report.step}")
         on_step(trainer, report.step)
     return trainer.parallel
 
@@ -161,6 +173,7 @@ class Trainer:
     def step(self, step: int) -> StepReport:
         """Train on the batch of ``step``, from 0. A step that is not finite leaves the weights alone."""
         began = time.perf_counter()
+        HERE.begin(f"in step {step + 1}", is_watched=True)
         training = self._run.training
         valid_tokens = self._data.valid_tokens(step, training.batch)
         batches = self._batches(step)
@@ -185,6 +198,11 @@ class Trainer:
             events=events,
             waits=waits,
         )
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Whether any rank was asked, by a signal, to end after the last step; the same on all ranks."""
+        return float(self.parallel.executor.asked_to_end) > 0
 
     def diagnosis(self, step: int) -> str:
         """Where the loss or gradient of ``step`` that is not finite began. Called on every rank.

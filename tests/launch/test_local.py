@@ -13,6 +13,7 @@ import pytest
 from fourfold.errors import RunStopped, UserError
 from fourfold.launch import Rank, check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.local import cores
+from fourfold.place import HERE, encoded
 
 SECONDS_TO_END = 30.0
 MESSAGE = r"waited (\d+) s for the first rank of node 0, which is preparing the data"
@@ -35,7 +36,8 @@ def add_up_ranks(rank: Rank, offset: int, folder: str) -> tuple[int, int]:
 
 
 def rank_1_fails(rank: Rank, kind: str) -> None:
-    rank.finished(36)
+    HERE.begin("in step 36")
+    HERE.act(encoded("2B0"))
     if rank.job.rank != 1:
         time.sleep(600)
     if kind == "user":
@@ -50,7 +52,8 @@ def rank_1_is_killed_in_a_collective(rank: Rank) -> None:
     import torch.distributed as dist
 
     connect(rank)
-    rank.finished(36)
+    HERE.begin("in step 36")
+    HERE.act(encoded("2B0"))
     if rank.job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
@@ -91,8 +94,10 @@ def prepare_longer_than_a_collective_may_take(rank: Rank) -> int:
     import torch.distributed as dist
 
     from fourfold.launch import connect as meeting
+    from fourfold.launch import rank as ranks
 
     meeting.MESSAGE_SECONDS = 2.5
+    ranks.WATCHDOG_FIRST_SECONDS = 0.0
     rank.connect(device_type="cpu", agree_on={}, timeout_seconds=3)
     rank.once_per_node("preparing the data", lambda: time.sleep(6))
     total = torch.ones(1)
@@ -153,7 +158,7 @@ def add_up_nothing(rank: Rank, value: int) -> tuple[int, int]:
     ("kind", "error", "message"),
     [
         ("user", UserError, "tp=3 does not divide 8\nbatch=9 is odd"),
-        ("exit", RunStopped, "rank 1 ended with exit status 7 after step 36"),
+        ("exit", RunStopped, "rank 1 ended with exit status 7 in step 36, 2B0"),
     ],
 )
 def test_a_failed_rank_gives_one_message(
@@ -169,7 +174,7 @@ def test_a_rank_killed_in_a_collective_is_the_cause(capfd: pytest.CaptureFixture
     started = time.monotonic()
     with pytest.raises(RunStopped) as caught:
         run_on_local_ranks(3, rank_1_is_killed_in_a_collective)
-    assert str(caught.value) == "rank 1 was killed by SIGKILL (out of memory?) after step 36"
+    assert str(caught.value) == "rank 1 was killed by SIGKILL (out of memory?) in step 36, 2B0"
     assert time.monotonic() - started < SECONDS_TO_END
     assert capfd.readouterr() == ("", "")
 
@@ -178,7 +183,7 @@ def test_a_bug_shows_the_traceback_of_its_rank():
     with pytest.raises(RunStopped) as caught:
         run_on_local_ranks(2, rank_1_fails, ("bug",))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "rank 1 failed after step 36:"
+    assert lines[0] == "rank 1 failed in step 36, 2B0:"
     assert lines[-1] == "ZeroDivisionError: by hand"
     assert str(caught.value).count("Traceback") == 1
 

@@ -22,14 +22,15 @@ from fourfold.cli import (
     train,
     verify,
 )
-from fourfold.errors import RunStopped, UserError
+from fourfold.errors import RunPaused, RunStopped, UserError
 
 
 class Commands(TyperGroup):
     """The group of all commands: it turns what a command raises into a message and an exit status.
 
-    2 for a mistake of the user, 1 for a run that could not go on, 130 for Ctrl-C. Anything else is our
-    mistake and shows its traceback.
+    2 for a mistake of the user, 1 for a run that could not go on, 75 for one that was asked to end and saved
+    (EX_TEMPFAIL: the same command with --resume goes on), 130 for Ctrl-C. Anything else is our mistake and
+    shows its traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -39,6 +40,10 @@ class Commands(TyperGroup):
         except UserError as error:
             _say(*error.messages)
             raise typer.Exit(2) from None
+        except RunPaused as paused:
+            if not os.environ.get("RANK", "0").strip("0"):  # one of the ranks of a joined job
+                typer.echo(str(paused), err=True)
+            raise typer.Exit(os.EX_TEMPFAIL) from None
         except RunStopped as error:
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the live line ends where it stood

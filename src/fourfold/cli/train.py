@@ -1,9 +1,14 @@
 """``fourfold train``: a training run, from its run file to its run folder."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fourfold.errors import RankFailed, UserError
+from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS
 
 
 def train(
@@ -24,6 +29,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on in the run's folder, from its newest good checkpoint.")
     ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Start local ranks again from the newest checkpoint, when one fails."
+        ),
+    ] = 0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="End a run of which no rank moves for so long.")
+    ] = DEFAULT_TIMEOUT_SECONDS,
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""
     from fourfold.checkpoint import check_hugging_face
@@ -52,4 +66,29 @@ def train(
         check_local_ranks(run.layout.world_size)
         datasets(run, prepared_corpus(run, tokenizer))
         folder = run_folder(run, tokenizer, resume=resume)
-    launch(run.layout.world_size, train_on_rank, (run, folder, resume))
+    elif max_restarts:
+        raise UserError("--max-restarts is for local ranks: what started this job starts its ranks again")
+    elif not resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        raise UserError("torchrun has started the ranks again: give --resume, so that they go on")
+
+    def start(resume: bool) -> None:
+        launch(
+            run.layout.world_size,
+            train_on_rank,
+            (run, folder, resume, timeout),
+            timeout_seconds=timeout,
+        )
+
+    run_again(start, resume=resume, max_restarts=max_restarts)
+
+
+def run_again(start: Callable[[bool], None], *, resume: bool, max_restarts: int) -> None:
+    """Start a run, and again so many times when a rank fails; ``start`` is told whether to go on."""
+    for restart in range(max_restarts + 1):
+        try:
+            return start(resume or restart > 0)
+        except RankFailed as failed:
+            if restart == max_restarts:
+                raise
+            typer.echo(f"error: {failed}", err=True)
+            typer.echo(f"starting again, {restart + 1} of {max_restarts} times", err=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from platform import python_version
 from statistics import median
 
+from fourfold import stop
 from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.checkpoint import about_files, check_hugging_face
 from fourfold.cli.checkpoints import Checkpoints, what_must_stay
@@ -15,7 +16,7 @@ from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
 from fourfold.doctor import device_type, peak_of
-from fourfold.errors import RunStopped
+from fourfold.errors import RunPaused, RunStopped
 from fourfold.explain import explain
 from fourfold.gauges import Gauges, RunFlops, summary, time_lines, traffic, traffic_lines
 from fourfold.launch import Rank
@@ -24,6 +25,7 @@ from fourfold.mesh import Mesh
 from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
 from fourfold.pictures import draw_loss, draw_throughput, draw_time, unigram_entropy
+from fourfold.place import HERE
 from fourfold.program import Timeline, draw
 from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
@@ -53,13 +55,15 @@ def run_folder(run: RunSpec, tokenizer: Tokenizer, *, resume: bool) -> Path:
     return make(Path(run.folder), run.resolved(tokenizer.vocab_size).to_toml())
 
 
-def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = False) -> None:
+def train_on_rank(
+    rank: Rank, run: RunSpec, folder: Path | None, resume: bool, timeout_seconds: float
+) -> None:
     """Run the training on one of its ranks. ``folder`` is None in a joined job: rank 0 makes it then."""
     device = device_type(rank.job.local_world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     model_spec = run.model.spec(tokenizer.vocab_size)
     what = what_is_run(run, model_spec, tokenizer)
-    rank.connect(device_type=device, agree_on=what)
+    rank.connect(device_type=device, agree_on=what, timeout_seconds=timeout_seconds)
     rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
     prepared = prepared_corpus(run, tokenizer)
     rank.agree("the corpus", contents(prepared))
@@ -68,9 +72,9 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = 
         folder = rank.on_first("making the run folder", lambda: run_folder(run, tokenizer, resume=resume))
     run_file = run.resolved(tokenizer.vocab_size).to_toml()
     run, note = with_distinct_evaluation(run, eval_data)
+    HERE.begin("while the model is made")
     mesh = Mesh(run.layout, device)
     peak = peak_of(mesh, run.training.dtype)
-    rank.finished(0)
     gauges = Gauges()
     reporting: AbstractContextManager[Reporter | None] = nullcontext()
     unigram = math.nan
@@ -98,7 +102,6 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = 
                 gauges.add(report)
             if reporter is not None:
                 reporter(report)
-            rank.finished(report.step)
 
         def on_start(model: ParallelModel) -> None:
             if reporter is not None:
@@ -129,18 +132,28 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = 
                 reporter.go_on(start)
             return start
 
+        def on_step(trainer: Trainer, step: int) -> None:
+            is_asked = trainer.is_asked_to_end and step < run.training.steps
+            checkpoints.after_step(trainer, step, is_asked=is_asked)
+            if is_asked:
+                raise RunPaused(_paused(step, checkpoints.folder, run))
+
         try:
-            model = train(
-                run,
-                model_spec,
-                mesh,
-                train_data=train_data,
-                eval_data=eval_data,
-                on_report=on_report,
-                on_start=on_start,
-                resume=go_on,
-                on_step=checkpoints.after_step,
-            )
+            with stop.listening():
+                model = train(
+                    run,
+                    model_spec,
+                    mesh,
+                    train_data=train_data,
+                    eval_data=eval_data,
+                    on_report=on_report,
+                    on_start=on_start,
+                    resume=go_on,
+                    on_step=on_step,
+                    on_stop=checkpoints.settle,
+                )
+        except RunPaused:
+            raise
         except RunStopped:
             # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
             # wait for them: when one ends, a launcher ends all.
@@ -165,6 +178,15 @@ def train_on_rank(rank: Rank, run: RunSpec, folder: Path | None, resume: bool = 
         if text:
             reporter.console.print(f"\nsample, temperature {run.sample.temperature:g}:\n")
             print(text, flush=True)
+
+
+def _paused(step: int, folder: Path, run: RunSpec) -> str:
+    """Say that the run was asked to end, and how it goes on."""
+    place = "" if folder == Path(run.folder) else f" and --set folder={folder}"
+    return (
+        f"asked to end, saved after step {step} of {run.training.steps} in {folder}: to go on give the same "
+        f"command with --resume{place}"
+    )
 
 
 def _sample(run: RunSpec, model: ParallelModel, tokenizer: Tokenizer) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fourfold.mesh import Axis
+from fourfold.place import HERE
 
 
 class CollectiveError(Exception):
@@ -67,22 +68,24 @@ def log_waits() -> Iterator[list[Wait]]:
 
 @contextmanager
 def waiting(op: str, axis: Axis, *, since: float | None = None) -> Iterator[None]:
-    """Log the time inside, with what waits inside of that.
+    """Log the time inside, with what waits inside of that; and say meanwhile that this rank is in it.
 
     Args:
         op: the collective.
         axis: its ranks; of one rank nothing is logged.
         since: when it got under way.
     """
-    logs = tuple(_logs)
-    if not logs or axis.size == 1:
+    if axis.size == 1:
         yield
         return
+    logs = tuple(_logs)
     _logs.clear()
+    HERE.wait_in(op, axis.name)
     began = perf_counter()
     try:
         yield
     finally:
+        HERE.go_on()
         _logs[:] = logs
         wait = Wait(op, axis.name, began, perf_counter(), 0.0 if since is None else began - since)
         for log in logs:

@@ -1,4 +1,4 @@
-"""Starting ranks: local ones through torch's launcher, or joining a torchrun or Slurm job."""
+"""Starting ranks: local ones, or joining a torchrun or Slurm job."""
 
 from fourfold.launch.job import JobEnvironment, joined_job
 from fourfold.launch.local import check_local_ranks, launch, run_on_local_ranks

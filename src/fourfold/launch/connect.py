@@ -47,9 +47,7 @@ def connect(
     GPUs than local ranks, or the ranks differ in an item of ``agree_on``, in fourfold, Python or torch.
     """
     device = _device(job, device_type)
-    store = dist.PrefixStore(
-        f"fourfold/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(job, meeting_seconds)
-    )
+    store = dist.PrefixStore(_prefix(), _store(job, meeting_seconds))
     agree(store, job, {**agree_on, **versions()}, seconds=meeting_seconds)
     job.export()
     dist.init_process_group(
@@ -61,6 +59,16 @@ def connect(
         device_id=device,
     )
     return store
+
+
+def another_client(job: JobEnvironment) -> dist.Store:
+    """Return a client of a job's store for another thread, once the ranks are connected."""
+    return dist.PrefixStore(_prefix(), _tcp_store(job, is_master=False, seconds=MEETING_SECONDS))
+
+
+def _prefix() -> str:
+    """Return what keeps the keys of one start of the ranks from those of the next."""
+    return f"fourfold/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def versions() -> dict[str, object]:

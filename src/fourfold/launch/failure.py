@@ -6,12 +6,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from fourfold.errors import RunStopped, UserError
+from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
+from fourfold.place import HERE, Place
 
 # How the backends say that another rank went away. Such an error follows from that rank's own failure.
 _LOST_PEER = (
@@ -33,42 +34,47 @@ _LOST_PEER = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended: its messages, the last finished step (None before any), and when.
+    """Why one rank ended: its messages, where it was, and when.
 
-    ``user``: a mistake in what was asked. ``stopped``: the run could not go on. ``lost``: another rank
-    went away. ``bug``: an unexpected exception, with its traceback. ``signal``: killed from outside.
+    ``user``: a mistake in what was asked. ``paused``: the run was asked to end, and saved. ``stopped``: the
+    run could not go on. ``memory``: there was not enough. ``lost``: another rank went away. ``bug``: an
+    unexpected exception, with its traceback. ``signal``: killed from outside. ``exit``: it ended by itself.
     """
 
     rank: int
-    step: int | None
-    kind: Literal["user", "stopped", "lost", "bug", "signal", "exit"]
+    where: str
+    kind: Literal["user", "paused", "stopped", "memory", "lost", "bug", "signal", "exit"]
     messages: tuple[str, ...]
     time: float
 
     @staticmethod
-    def of(error: BaseException, *, rank: int, step: int | None) -> "Failure":
-        """Return the failure that an exception of a rank's target means."""
+    def of(error: BaseException, *, rank: int) -> "Failure":
+        """Return the failure that an exception of a rank's target means, in this process."""
+        where, now = str(HERE.place()), time.time()
         if isinstance(error, UserError):
-            return Failure(rank, step, "user", error.messages, time.time())
+            return Failure(rank, where, "user", error.messages, now)
         if isinstance(error, RunStopped):
-            return Failure(rank, step, "stopped", (str(error),), time.time())
+            kind: Literal["paused", "stopped"] = "paused" if isinstance(error, RunPaused) else "stopped"
+            return Failure(rank, where, kind, (str(error),), now)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             place = f" while writing {error.filename}" if error.filename else ""
-            return Failure(rank, step, "stopped", (f"no space left on device{place}",), time.time())
+            return Failure(rank, where, "stopped", (f"no space left on device{place}",), now)
+        if short := _memory_message(error):
+            return Failure(rank, where, "memory", (short,), now)
         if lost := _lost_peer_message(error):
-            return Failure(rank, step, "lost", (lost,), time.time())
-        return Failure(rank, step, "bug", ("".join(traceback.format_exception(error)).rstrip(),), time.time())
+            return Failure(rank, where, "lost", (lost,), now)
+        return Failure(rank, where, "bug", ("".join(traceback.format_exception(error)).rstrip(),), now)
 
     @staticmethod
-    def of_exit(exit_status: int, *, rank: int, step: int | None) -> "Failure":
+    def of_exit(exit_status: int, *, rank: int, where: str) -> "Failure":
         """Return the failure of a rank that left no word: a negative status is the signal that ended it."""
         if exit_status >= 0:
-            return Failure(rank, step, "exit", (f"exit status {exit_status}",), time.time())
+            return Failure(rank, where, "exit", (f"exit status {exit_status}",), time.time())
         try:
             name = signal.Signals(-exit_status).name
         except ValueError:
             name = f"signal {-exit_status}"
-        return Failure(rank, step, "signal", (name,), time.time())
+        return Failure(rank, where, "signal", (name,), time.time())
 
     def write(self, folder: Path) -> None:
         """Leave this failure in the launcher's folder, whole or not at all."""
@@ -84,59 +90,70 @@ class Failure:
 
     def exception(self) -> UserError | RunStopped:
         """Return what the launcher raises for this failure: its message is all that the user sees."""
+        message = self.messages[0]
         if self.kind == "user":
             return UserError(*self.messages)
+        if self.kind == "paused":
+            return RunPaused(message)
         if self.kind == "stopped":
-            return RunStopped(self.messages[0])
-        when = after(self.step)
+            return RunStopped(message)
+        where = f" {self.where}" if self.where else ""
+        if self.kind == "memory":
+            return RankFailed(f"rank {self.rank} ran out of memory{where}: {message}")
         if self.kind == "signal":
-            hint = " (out of memory?)" if self.messages[0] == "SIGKILL" else ""
-            return RunStopped(f"rank {self.rank} was killed by {self.messages[0]}{hint}{when}")
+            hint = " (out of memory?)" if message == "SIGKILL" else ""
+            return RankFailed(f"rank {self.rank} was killed by {message}{hint}{where}")
         if self.kind == "exit":
-            return RunStopped(f"rank {self.rank} ended with {self.messages[0]}{when}")
+            return RankFailed(f"rank {self.rank} ended with {message}{where}")
         if self.kind == "lost":
-            return RunStopped(
-                f"rank {self.rank} lost the connection to another rank{when}: {self.messages[0]}"
-            )
-        return RunStopped(f"rank {self.rank} failed{when}:\n{self.messages[0]}")
+            return RankFailed(f"rank {self.rank} lost the connection to another rank{where}: {message}")
+        return RankFailed(f"rank {self.rank} failed{where}:\n{message}")
 
+    @property
+    def order(self) -> int:
+        """How far this is from being the cause of the others: the smaller, the nearer.
 
-def after(step: int | None) -> str:
-    """Return `` after step 36``, or that no step was finished, or nothing where there are no steps."""
-    if step is None:
-        return ""
-    return f" after step {step}" if step else " before the first step was finished"
+        A rank that was killed comes first: no other rank's failure does that. Losing another rank is a
+        consequence, and so may an abort be, for a backend that meets a closed connection in a thread of its
+        own aborts. SIGTERM is how a launcher ends the rest.
+        """
+        if self.kind == "signal":
+            return {"SIGABRT": 2, "SIGTERM": 4}.get(self.messages[0], 0)
+        return {"exit": 2, "lost": 3}.get(self.kind, 1)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it most likely follows from another rank's failure."""
+        return self.order > 1 and self.kind != "exit"
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that the others follow from.
+    """Return the failure that the others follow from: the earliest one of the first kind that is there."""
+    return min(failures, key=lambda failure: (failure.order, failure.time))
 
-    The earliest one of the first kind that is there. A rank that was killed comes first: no other rank's
-    failure does that. Losing another rank is a consequence, and so may an abort be, for a backend that
-    meets a closed connection in a thread of its own aborts. SIGTERM is how the launcher ends the rest.
+
+def collect(folder: Path, exit_statuses: Mapping[int, int], places: Sequence[Path]) -> list[Failure]:
+    """Return the failures of the ranks with these exit statuses: their own words, or what the status says.
+
+    Where a rank was that left no word, it has written to its file in ``places``.
     """
-
-    def order(failure: Failure) -> tuple[int, float]:
-        kind = 1
-        if failure.kind == "signal":
-            kind = {"SIGABRT": 2, "SIGTERM": 4}.get(failure.messages[0], 0)
-        elif failure.kind in ("exit", "lost"):
-            kind = {"exit": 2, "lost": 3}[failure.kind]
-        return kind, failure.time
-
-    return min(failures, key=order)
-
-
-def collect(folder: Path, exit_statuses: Mapping[int, int], steps: Mapping[int, int | None]) -> list[Failure]:
-    """Return the failures of the ranks with these exit statuses: their own words, or what the status says."""
     failures = []
     for rank, status in exit_statuses.items():
         written = folder / f"failure-{rank}.json"
         if written.exists():
             failures.append(Failure.read(written))
         elif status != 0:
-            failures.append(Failure.of_exit(status, rank=rank, step=steps.get(rank)))
+            failures.append(Failure.of_exit(status, rank=rank, where=str(Place.read(places[rank]))))
     return failures
+
+
+def _memory_message(error: BaseException) -> str:
+    """Return the first sentence of the error if it says that there is not enough memory."""
+    text = str(error).strip()
+    is_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+    if not (is_torch or isinstance(error, MemoryError)):
+        return ""
+    return text.splitlines()[0].partition(" Of the allocated memory")[0] if text else "no more could be had"
 
 
 def _lost_peer_message(error: BaseException) -> str:

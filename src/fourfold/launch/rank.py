@@ -1,13 +1,12 @@
 """One rank, as the function that runs on it sees it."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fourfold.launch.job import JobEnvironment
+from fourfold.place import HERE
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -18,32 +17,31 @@ Result = TypeVar("Result")
 _HEARD_SECONDS = 1.0
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-"""How long a collective may take: a slow rank is waited for, a lost one closes its connection."""
+"""How long no rank may move: a slow rank is waited for, a lost one closes its connection."""
+
+WATCHDOG_FIRST_SECONDS = 30.0
+"""So much longer a collective may take, since the watchdog tells more than its error does."""
 
 
 class Rank:
-    """This process's place in the run, its way to the other ranks, and the step it has come to.
+    """This process's place in the run, and its way to the other ranks.
 
-    A rank's function calls ``connect`` before it makes a mesh, and ``finished`` after every step, so that
-    a message about this rank can name the step even if the process was killed.
+    A rank's function calls ``connect`` before it makes a mesh.
+
+    Args:
+        job: gives the place.
+        is_watched: whether a launcher of ours looks after it; else the ranks look after each other.
     """
 
-    def __init__(self, job: JobEnvironment, progress: Path | None = None):
+    def __init__(self, job: JobEnvironment, *, is_watched: bool = False):
         self.job = job
-        self.step: int | None = None
+        self._is_watched = is_watched
         self._store: Store | None = None
-        self._progress = os.open(progress, os.O_WRONLY | os.O_CREAT, 0o600) if progress else None
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which reports and writes."""
         return self.job.rank == 0
-
-    def finished(self, step: int) -> None:
-        """Say that ``step`` steps are finished."""
-        self.step = step
-        if self._progress is not None:
-            os.pwrite(self._progress, b"%d\n" % step, 0)
 
     def connect(
         self,
@@ -54,14 +52,23 @@ class Rank:
     ) -> None:
         """Meet the other ranks, agree on ``agree_on`` with them, and make the process group.
 
-        One rank alone needs none of this. See ``fourfold.launch.connect`` for the errors.
+        Where no rank moves for ``timeout_seconds``, the run is over. One rank alone needs none of this. See
+        ``fourfold.launch.connect`` for the errors.
         """
-        if self.job.world_size > 1:
-            from fourfold.launch.connect import connect
+        if self.job.world_size == 1:
+            return
+        from fourfold.launch.connect import another_client, connect
+        from fourfold.launch.watch_together import TogetherWatch
 
-            self._store = connect(
-                self.job, device_type=device_type, agree_on=agree_on, timeout_seconds=timeout_seconds
-            )
+        self._store = connect(
+            self.job,
+            device_type=device_type,
+            agree_on=agree_on,
+            timeout_seconds=timeout_seconds + WATCHDOG_FIRST_SECONDS,
+        )
+        if not self._is_watched:
+            job, own = self.job, another_client(self.job)
+            TogetherWatch(own, job.rank, job.world_size, timeout_seconds=timeout_seconds).start()
 
     def agree(self, name: str, items: Mapping[str, object]) -> None:
         """Agree with the other ranks on more items, once they can be known; ``name`` is used once.
@@ -101,6 +108,7 @@ class Rank:
 
     def _once(self, name: str, task: Callable[[], Result], *, worker: str, place: int) -> Result | None:
         """Run the task where ``place`` is 0; elsewhere wait for it, where ``place`` is 1 not in silence."""
+        HERE.begin(f"while {name}")
         if self._store is None:
             return task()
         key = f"{name}, {worker}"
@@ -112,12 +120,4 @@ class Rank:
 
         what = f"{worker}, which is {name}"
         wait_for(self._store, key, seconds=TASK_SECONDS, what=what, aloud=place == 1)
-        return None
-
-
-def read_step(progress: Path) -> int | None:
-    """Return the last finished step that a rank wrote, or None where it wrote none."""
-    try:
-        return int(progress.read_text().split()[0])
-    except (OSError, IndexError, ValueError):
         return None

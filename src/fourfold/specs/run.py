@@ -142,6 +142,11 @@ class TrainingSection(Spec):
         default=NO_RECOMPUTATION,
         description=f"forwards that run again instead of being kept: {', '.join(written_policies())}",
     )
+    skip_bad_steps: Count = Field(
+        default=0,
+        description="so many steps in a row whose loss or gradient is not finite are passed over; the run "
+        "stops at one more",
+    )
 
 
 class ShardingSection(Spec):

@@ -1,0 +1,127 @@
+"""The watchdog of ranks that nobody here started: under torchrun, Slurm or by hand, on any machines.
+
+Each rank has a thread that tells the others, through the store, where it is and for how long. A rank that is
+frozen, or on a machine that is gone, tells nothing more, and by that it is known.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from fourfold.launch.watch import SHOWN_RANKS, named
+from fourfold.place import HERE
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LOOK_SECONDS = 2.0
+# A rank of which nothing new was heard for so long does not answer.
+SILENT_SECONDS = 5 * LOOK_SECONDS
+# How long the ranks that are left get to end by themselves, so that what is printed comes whole.
+WORD_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank told last: where it is, for how long, whether it waits there, and how often it has told."""
+
+    count: int
+    still_seconds: float
+    is_waiting: bool
+    place: str
+
+
+class TogetherWatch(threading.Thread):
+    """Ends this process once no rank has moved for the timeout; the lowest one that can says where all are.
+
+    See `fourfold.launch.watch.Watch` for what moving is.
+
+    Args:
+        store: of the job; a client of its own, since the other threads use theirs.
+        rank: this one.
+        world_size: how many there are.
+        timeout_seconds: how long none may move.
+    """
+
+    def __init__(self, store: "Store", rank: int, world_size: int, *, timeout_seconds: float):
+        super().__init__(name="watchdog", daemon=True)
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_seconds = timeout_seconds
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def run(self) -> None:
+        """Watch until the process ends."""
+        self._store.set_timeout(timedelta(seconds=SILENT_SECONDS))
+        moves, still, count, looked = -1, 0.0, 0, time.monotonic()
+        while True:
+            time.sleep(LOOK_SECONDS)
+            now, place = time.monotonic(), HERE.place()
+            # This process may itself have been stopped: that time does not count.
+            still += min(now - looked, 2 * LOOK_SECONDS)
+            looked = now
+            if place.moves != moves or not place.is_watched:
+                moves, still = place.moves, 0.0
+            count += 1
+            try:
+                self._tell(Told(count, still, place.is_waiting, str(place)))
+                # Half of the timeout is enough to hear whether a rank tells nothing more.
+                if still >= min(self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS):
+                    told = self._all_told()
+                    if still >= self._timeout_seconds and self._is_over(told):
+                        self._end(told)
+            except RuntimeError:  # the store is gone with its machine
+                if still >= self._timeout_seconds:
+                    self._end([None] * self._world_size)
+
+    def _tell(self, told: Told) -> None:
+        self._store.set(f"place/{self._rank}", json.dumps(vars(told)))
+
+    def _all_told(self) -> list[Told | None]:
+        """Return what each rank told, None of one of which nothing new was heard for some time."""
+        now = time.monotonic()
+        found: list[Told | None] = []
+        for rank in range(self._world_size):
+            key = f"place/{rank}"
+            told = Told(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+            count = -1 if told is None else told.count
+            if rank not in self._heard or self._heard[rank][0] != count:
+                self._heard[rank] = count, now
+            found.append(told if now - self._heard[rank][1] < SILENT_SECONDS else None)
+        return found
+
+    def _is_over(self, told: Sequence[Told | None]) -> bool:
+        """Whether no rank moves: those that tell say so, and there is no other."""
+        return all(one is None or one.still_seconds >= self._timeout_seconds - LOOK_SECONDS for one in told)
+
+    def _end(self, told: Sequence[Told | None]) -> None:
+        """Say where the ranks are, on the lowest one that can, and end the process."""
+        if next((rank for rank, one in enumerate(told) if one is not None), self._rank) == self._rank:
+            print(*report(told, self._timeout_seconds), sep="\n", file=sys.stderr, flush=True)
+        time.sleep(WORD_SECONDS)
+        os._exit(1)
+
+
+def report(told: Sequence[Told | None], seconds: float) -> list[str]:
+    """Say that no rank has moved, for which of them the others wait, and where they are."""
+    silent = [rank for rank, one in enumerate(told) if one is None]
+    busy = [rank for rank, one in enumerate(told) if one is not None and not one.is_waiting]
+    waiting = [rank for rank, one in enumerate(told) if one is not None and one.is_waiting]
+    what = "all wait for each other"
+    if silent:
+        what = f"{named(silent)} not heard of any more: frozen, or its machine or link is gone"
+    elif busy:
+        what = f"{named(busy)} in a long action, or stuck" + ("; the others wait" if waiting else "")
+    shown = range(len(told)) if len(told) <= SHOWN_RANKS else [*silent, *busy, *waiting][:SHOWN_RANKS]
+    lines = [f"error: no rank has moved for {seconds:.0f} s: {what}"]
+    for rank in shown:
+        one = told[rank]
+        lines.append(f"  rank {rank} {'is silent' if one is None else one.place}")
+    return lines
