@@ -14,9 +14,6 @@ from fourfold.errors import UserError, nearest
 from fourfold.planner.machine import Level, Machine
 from fourfold.specs.hardware import Accelerator, accelerator
 
-SUSTAINED = 0.92
-"""Of the best rate of a product, what a device holds through a step of many, at its limit of power."""
-
 MEMORY_SHARE, LINK_SHARE, NETWORK_SHARE = 0.85, 0.8, 0.85
 """Reached of what datasheets say of memory, of links within a node and of the network."""
 
@@ -35,6 +32,7 @@ class Reached:
         product: of a large matrix product in bfloat16 or float16, and ``product_float8`` in float8.
         attention: of fused attention forward, and ``attention_backward``.
         processors: how many tiles are computed at once.
+        sustained: of the best rate of a product, what a device holds through a step, at its limit of power.
     """
 
     product: float
@@ -42,21 +40,22 @@ class Reached:
     attention_backward: float
     processors: int
     product_float8: float = 0.7
+    sustained: float = 0.92
 
 
 REACHED = {
     "V100": Reached(0.80, 0.40, 0.30, 80),
-    "A100": Reached(0.87, 0.60, 0.50, 108),
-    "A800": Reached(0.87, 0.60, 0.50, 108),
-    "H100": Reached(0.80, 0.60, 0.48, 132, 0.71),
-    "H800": Reached(0.80, 0.60, 0.48, 132, 0.71),
-    "H200": Reached(0.80, 0.60, 0.48, 132, 0.73),
-    "GH200": Reached(0.83, 0.60, 0.48, 132, 0.77),
+    "A100": Reached(0.87, 0.60, 0.50, 108, sustained=0.92),
+    "A800": Reached(0.87, 0.60, 0.50, 108, sustained=0.92),
+    "H100": Reached(0.80, 0.60, 0.48, 132, 0.71, sustained=0.86),
+    "H800": Reached(0.80, 0.60, 0.48, 132, 0.71, sustained=0.86),
+    "H200": Reached(0.80, 0.60, 0.48, 132, 0.73, sustained=0.86),
+    "GH200": Reached(0.83, 0.60, 0.48, 132, 0.77, sustained=0.86),
     "H20": Reached(0.90, 0.75, 0.60, 78, 0.85),
-    "B200": Reached(0.78, 0.55, 0.42, 148, 0.76),
-    "GB200": Reached(0.73, 0.55, 0.42, 148, 0.72),
-    "B300": Reached(0.79, 0.55, 0.42, 148, 0.75),
-    "GB300": Reached(0.79, 0.55, 0.42, 148, 0.75),
+    "B200": Reached(0.78, 0.55, 0.42, 148, 0.76, sustained=0.78),
+    "GB200": Reached(0.73, 0.55, 0.42, 148, 0.72, sustained=0.78),
+    "B300": Reached(0.79, 0.55, 0.42, 148, 0.75, sustained=0.88),
+    "GB300": Reached(0.79, 0.55, 0.42, 148, 0.75, sustained=0.88),
     "MI250X": Reached(0.60, 0.30, 0.25, 110),
     "MI300X": Reached(0.51, 0.35, 0.28, 304, 0.5),
     "MI325X": Reached(0.60, 0.40, 0.32, 304, 0.5),
@@ -135,7 +134,7 @@ def machine(
         name=_spelled(name),
         peak_flops=_peaks(device),
         product_efficiency={
-            dtype: (reached.product_float8 if dtype == "float8" else reached.product) * SUSTAINED
+            dtype: (reached.product_float8 if dtype == "float8" else reached.product) * reached.sustained
             for dtype in _peaks(device)
         },
         memory_bytes=device.memory_bytes * VISIBLE,

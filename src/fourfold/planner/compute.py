@@ -40,12 +40,18 @@ class Practice:
     Attributes:
         products: the dtype of matrix products, ``float8`` for example; None for the step's own.
         compiled: whether chains of element-wise kernels are compiled to one.
+        attention: the rate of attention kernels by that of the newest; FlashAttention 2 on Hopper is 0.67.
+        fused_attention: False where scores go through memory, as before FlashAttention.
+        tp_hidden: the share of tp's collectives that travels behind the products that they are cut along.
         logits_again: whether the head's backward makes logits a second time, as ours does, for less memory.
         reduced_itemsize: bytes of an element of a gradient while it is summed over ranks.
     """
 
     products: str | None = None
     compiled: bool = False
+    attention: float = 1.0
+    fused_attention: bool = True
+    tp_hidden: float = 0.0
     logits_again: bool = True
     reduced_itemsize: int = 4
 
@@ -198,6 +204,7 @@ class _Blocks:
         """A part of a block: what its kernels take, and what it waits for messages and for the host."""
         layout, machine = self._step.layout, self._machine
         tp = sum(collective(event, layout, machine) for event in events if event.axis == "tp")
+        tp *= 1 - self._practice.tp_hidden
         exchanged = sum(
             collective(event, layout, machine)
             for event in events
@@ -243,14 +250,28 @@ class _Blocks:
         return BlockTime(parts[0], parts[1], parts[2], Part(weights))
 
     def _attention(self) -> tuple[float, float]:
-        step = self._step
+        step, rate = self._step, self._practice.attention
         pairs = step.rows * row_pairs((step.sequence_length,), step.spec.sliding_window)
-        flops = flops_of_a_pair(step.spec) * pairs / step.layout.size("cp", "tp")
+        if not self._practice.fused_attention:
+            return self._unfused_attention()
+        flops = flops_of_a_pair(step.spec) * pairs / step.layout.size("cp", "tp") / rate
         length = min(step.spec.sliding_window or step.sequence_length, step.sequence_length) // step.layout.cp
         seconds = self._machine.attention_seconds
         return (
             seconds(flops, length, step.dtype),
             seconds(ATTENTION_BACKWARD * flops, length, step.dtype, backward=True),
+        )
+
+    def _unfused_attention(self) -> tuple[float, float]:
+        """All scores of a square, written and read around a softmax in one kernel."""
+        step, machine, rows = self._step, self._machine, self._step.rows * self._sizes.heads
+        tokens, width = step.sequence_length // step.layout.cp, step.spec.head_dim
+        shapes = (tokens, step.sequence_length, width), (tokens, width, step.sequence_length)
+        products = sum(rows * machine.product_seconds(*shape, step.dtype) for shape in shapes)
+        scores = rows * tokens * step.sequence_length * step.itemsize
+        # Written, read and written by the softmax, read; backward twice the reads.
+        return products + machine.memory_seconds(4 * scores), 2 * products + machine.memory_seconds(
+            6 * scores
         )
 
     def _layer_traffic(self) -> float:

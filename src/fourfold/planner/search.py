@@ -154,7 +154,14 @@ class Search:
 
     def plan(self, step: Step) -> Plan:
         """A step's prediction, whether it fits or not. Raises `UserError` with the rules that it breaks."""
-        if problems := step.problems():
+        problems = step.layout.problems(
+            step.spec,
+            batch=step.batch,
+            microbatches=step.microbatches,
+            sequence_length=step.sequence_length,
+            world_size=None,
+        )
+        if problems:
             raise UserError(*problems)
         return self._plans([step])[0]
 

@@ -1,0 +1,292 @@
+"""Published training runs as steps that the planner can predict: models, layouts and machines from a table.
+
+``data/published_runs.csv`` has facts of 1,121 runs from public pages: model, devices, layout, batch, rate and
+memory. Rows with ``gold`` = 1 are complete and agree with themselves. A mixture of experts has no
+`ModelSpec`, and rows that leave a size open are no step either; both are counted.
+"""
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.outline import Step
+from fourfold.planner.catalogue import BUS_LATENCY, LINK_SHARE, NETWORK_SHARE, machine
+from fourfold.planner.compute import Practice
+from fourfold.planner.machine import Level, Machine
+from fourfold.planner.search import POLICIES, Question, Search
+from fourfold.specs import Layout, ModelSpec
+from fourfold.specs.recompute_name import RecomputeName
+
+TABLE = Path(__file__).parent / "data" / "published_runs.csv"
+
+GPT2_VOCABULARY = 50304
+"""Of GPT models whose source names none."""
+
+BUS_BYTES_PER_SECOND = 31e9
+"""Of PCIe 4, between boards of devices that their links do not join."""
+
+Row = dict[str, str]
+
+
+class PlainModel(ModelSpec):
+    """A decoder whose feed-forward has two matrices and no gate."""
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Without the gate."""
+        return {name: shape for name, shape in super().layer_shapes().items() if "gate_proj" not in name}
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row of the table that the planner can predict.
+
+    Attributes:
+        row: as the table has it.
+        step: what ran, and ``machine`` on what.
+        practice: of its kernels.
+        seconds: of a step, None where the row has no rate.
+        stack: the software and its release, by source.
+    """
+
+    row: Row
+    step: Step
+    machine: Machine
+    practice: Practice
+    seconds: float | None
+
+    @property
+    def stack(self) -> str:
+        """The software that ran, by its source."""
+        return stack_of(self.row["source"])
+
+
+def rows() -> list[Row]:
+    """All rows of the table."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stack_of(source: str) -> str:
+    """One name for the pages of one project."""
+    names = {
+        "llm-foundry": "llm-foundry",
+        "dgxc-benchmarking maxtext": "MaxText",
+        "dgxc-benchmarking paxml": "PaxML",
+        "dgxc-benchmarking": "NeMo (dgxc)",
+        "Megatron-Bridge": "Megatron-Bridge",
+        "bigscience": "Megatron-DeepSpeed",
+        "Zero Bubble": "Megatron (zero bubble)",
+        "InternLM": "InternEvo",
+        "Megatron-LM": "Megatron-LM",
+        "Automodel": "Automodel",
+        "ModelZoo": "Megatron MoE ModelZoo",
+        "gpt-neox": "GPT-NeoX",
+    }
+    return next((name for part, name in names.items() if part in source), source.split("/")[0][:30])
+
+
+def published(row: Row) -> PublishedRun | str:
+    """A row as a step, or why it is none."""
+    return _published(tuple(row.items()))
+
+
+@cache
+def _published(items: tuple[tuple[str, str], ...]) -> PublishedRun | str:
+    row = dict(items)
+    try:
+        spec = model_of(row)
+        if isinstance(spec, str):
+            return spec
+        step = _step(row, spec)
+    except UserError as error:
+        return f"no such layout: {error.messages[0][:60]}"
+    except ValueError:
+        return "a size is not given"
+    # The schedule itself is made by the planner, with fewer microbatches.
+    if problems := step.layout.problems(
+        step.spec,
+        batch=step.batch,
+        microbatches=step.microbatches,
+        sequence_length=step.sequence_length,
+        world_size=None,
+    ):
+        return f"no such layout: {problems[0][:60]}"
+    float8 = "fp8" in row["precision"]
+    if row["precision"] == "nvfp4":
+        return "products in 4 bits"
+    practice = Practice(
+        products="float8" if float8 else None,
+        compiled=row["compile"] == "1",
+        **kernels_of(row),
+        logits_again=False,
+        reduced_itemsize=2 if row["zero_stage"] in ("2", "3") else 4,
+    )
+    devices = machine_of(row)
+    return PublishedRun(row, _fitting(step, row, devices), devices, practice, _seconds(row))
+
+
+def kernels_of(row: Row) -> dict[str, Any]:
+    """What the software of a row had, by its release.
+
+    FlashAttention 3, and cuDNN's of that speed, is of 2024; llm-foundry's tables are of 2023:
+    FlashAttention 2 on H100, and on A100 Triton's kernel of the first kind, 0.6 of FlashAttention 2
+    (Dao, arXiv:2307.08691, figures 4 to 7). Megatron-DeepSpeed and GPT-NeoX are of 2022 and wrote scores to memory. The
+    recipes of NeMo and Megatron-Bridge overlap tp's collectives with products, which hides 60 to 70%.
+    """
+    stack = stack_of(row["source"])
+    if stack == "llm-foundry":
+        return {"attention": 0.67 if row["gpu"].startswith("H100") else 0.6}
+    if stack in ("Megatron-DeepSpeed", "GPT-NeoX"):
+        return {"fused_attention": False}
+    if stack in ("NeMo (dgxc)", "Megatron-Bridge", "Megatron-LM"):
+        return {"tp_hidden": 0.65}
+    return {}
+
+
+def model_of(row: Row) -> ModelSpec | str:
+    """The model of a row, or why there is none."""
+    hidden, layers = int(row["d_model"]), int(row["n_layers"])
+    heads = int(row["n_heads"] or hidden // 128)
+    kind = ModelSpec if row["mlp"] in ("swiglu", "geglu") else PlainModel
+    spec = _spec(
+        kind,
+        int(row["vocab"] or GPT2_VOCABULARY),
+        hidden,
+        int(row["d_ff"]),
+        layers,
+        heads,
+        int(row["n_kv_heads"] or heads),
+        row["tied"] == "1",
+    )
+    stated = float(row["params_b"]) * 1e9
+    if row["ep"] not in ("", "1") or stated > 1.25 * spec.num_parameters:
+        return "a mixture of experts"
+    return spec if abs(spec.num_parameters / stated - 1) < 0.1 else "its sizes are not its parameters"
+
+
+@cache
+def _spec(
+    kind: type[ModelSpec],
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    tied: bool,
+) -> ModelSpec:
+    return kind(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads // 2 * 2,
+        tie_word_embeddings=tied,
+        max_position_embeddings=1 << 20,
+    )
+
+
+def _step(row: Row, spec: ModelSpec) -> Step:
+    replicas, shards = int(row["dp_replicate"] or 1), int(row["dp_shard"] or 1)
+    stage = row["zero_stage"]
+    options: dict[str, str] = {}
+    if stage == "3" or shards > 1:
+        dp, fsdp = replicas, shards
+    else:  # Megatron's distributed optimizer is ZeRO-1
+        dp, fsdp = 1, replicas
+        options["fsdp"] = "zero1"
+    if stage == "2":
+        options["fsdp"] = "zero2"
+    pp, tp, cp = int(row["pp"] or 1), int(row["tp"] or 1), int(row["cp"] or 1)
+    if pp > 1:
+        options["pp"] = _schedule(row)
+    if tp > 1 and row["sequence_parallel"] == "0":
+        options["tp"] = "allreduce"
+    if cp > 1:
+        options["cp"] = "ring"
+    layout = Layout(
+        pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, options={} if fsdp == 1 and pp == tp == 1 else options
+    )
+    if layout.world_size != int(row["n_gpus"]):
+        raise UserError("the degrees do not multiply to the devices")
+    batch, rows_at_once = int(row["global_batch_seqs"]), int(row["micro_batch"])
+    return Step(
+        spec,
+        layout,
+        batch=batch,
+        sequence_length=int(row["seq_len"]),
+        microbatches=max(1, batch // (dp * fsdp * rows_at_once)),
+        dtype="bfloat16",  # float16 runs as fast
+        recompute=RecomputeName("full" if row["activation_ckpt"] == "full" else "none"),
+    )
+
+
+def _fitting(step: Step, row: Row, devices: Machine) -> Step:
+    """A step whose row does not say what runs again: as little as memory allows.
+
+    Where weights are not sharded the row is of Megatron, whose default runs nothing again but what fused
+    attention does anyway.
+    """
+    if row["activation_ckpt"] or not step.layout.placement.weights:
+        return step
+    search = Search(Question(step.spec, devices, step.layout.world_size, step.sequence_length, step.batch))
+    for policy in POLICIES:
+        found = replace(step, recompute=RecomputeName(policy))
+        if search.fits(search.plan(found)):
+            return found
+    return step
+
+
+def _schedule(row: Row) -> str:
+    chunks = int(row["vpp_chunks"] or 1)
+    if row["schedule"].startswith("zb"):
+        return "zb-h2" if row["schedule"] == "zb-2p" else "zb-h1"
+    if row["schedule"] == "gpipe":
+        return "gpipe"
+    return f"interleaved{chunks}" if chunks > 1 else "1f1b"
+
+
+@cache
+def _machine(gpu: str, node: int, linked: int, network: float | None) -> Machine:
+    found = machine(gpu.removesuffix("-SXM"), network_bytes_per_second=network)
+    near = found.levels[0]
+    if near.ranks > 8:  # several trays share the links of a rack
+        return found
+    levels: tuple[Level, ...] = (replace(near, ranks=linked),)
+    if linked < node:  # between boards of a node: the bus
+        levels = (*levels, Level(node, BUS_BYTES_PER_SECOND * LINK_SHARE, BUS_LATENCY))
+    return replace(found, levels=(*levels, *found.levels[1:]))
+
+
+def machine_of(row: Row) -> Machine:
+    """The devices of a row, with its network where the row says which."""
+    node = int(row["gpus_per_node"] or 8)
+    # An A100 has 12 links: with 4 to each peer it has 3 peers.
+    linked = 4 if "4 links per pair" in row["intra_node_bw"] else node
+    return _machine(row["gpu"], node, linked, _network(row["inter_node_bw"], node))
+
+
+def _network(text: str, node: int) -> float | None:
+    """Bytes per second for each device, None where a row does not say."""
+    if match := re.match(r"(\d+)x(\d+) Gb/s", text):
+        return int(match[1]) * int(match[2]) / 8e-9 / node * NETWORK_SHARE
+    if match := re.match(r"(\d+) Gb/s per node", text):
+        return int(match[1]) / 8e-9 / node * NETWORK_SHARE
+    if match := re.match(r"(\d+)x(\d+) GB/s", text):
+        return int(match[1]) * int(match[2]) * 1e9 / node * NETWORK_SHARE
+    return None
+
+
+def _seconds(row: Row) -> float | None:
+    if row["step_time_s"]:
+        return float(row["step_time_s"])
+    rate = row["tok_s_gpu_derived"] or row["tokens_per_s_per_gpu"]
+    if not rate:
+        return None
+    return int(row["global_batch_seqs"]) * int(row["seq_len"]) / float(rate) / int(row["n_gpus"])
