@@ -51,7 +51,7 @@ LAYOUTS = {
 }  # fmt: skip
 """By number of ranks: layouts, each with its microbatches."""
 
-WARM_UP, STEPS = 2, 7
+WARM_UP, STEPS = 2, 5
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def run_on_rank(rank: Rank, sequence: int, known: dict[str, Any], save: Path | N
     else:
         shapes = Shapes.of(MODEL, dtype="float32", sequence=sequence, ranks=ranks, rows=(1, 2, 8))
         machine = measure(rank, shapes)
-        known |= {"machine": None if machine is None else machine.to_json(), "measured": []}
+        known["machine"] = None if machine is None else machine.to_json()
         keep()
+    known.setdefault("measured", [])
     there = [(found["layout"], found["microbatches"]) for found in known["measured"]]
     for layout, microbatches in LAYOUTS[ranks]:
         if (layout, microbatches) not in there:
@@ -168,21 +169,23 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.correlation(left, right)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """What is held against the targets; the correlation is the least of each workload's."""
-    groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """What is held against the targets: of all layouts, and of each number of ranks and length."""
+    groups: dict[str, list[Row]] = {"all": list(rows)}
     for row in rows:
-        groups.setdefault((row.ranks, row.sequence), []).append((row.predicted_seconds, row.measured_seconds))
+        groups.setdefault(f"{row.ranks} ranks, {row.sequence} tokens", []).append(row)
     return {
-        "layouts": len(rows),
-        "median_error": statistics.median(abs(row.error) for row in rows),
-        "mean_error": statistics.mean(abs(row.error) for row in rows),
-        "bias": statistics.median(row.error for row in rows),
-        "rank_correlation": rank_correlation([(row.predicted_seconds, row.measured_seconds) for row in rows]),
-        **{
-            f"rank_correlation_{ranks}_ranks_{sequence}_tokens": rank_correlation(pairs)
-            for (ranks, sequence), pairs in groups.items()
-        },
+        name: {
+            "layouts": len(members),
+            "median_error": statistics.median(abs(row.error) for row in members),
+            "mean_error": statistics.mean(abs(row.error) for row in members),
+            "worst_error": max(abs(row.error) for row in members),
+            "bias": statistics.median(row.error for row in members),
+            "rank_correlation": rank_correlation(
+                [(row.predicted_seconds, row.measured_seconds) for row in members]
+            ),
+        }
+        for name, members in groups.items()
     }
 
 
@@ -227,8 +230,8 @@ def print_table(rows: Sequence[Row]) -> None:
         )
     console = Console()
     console.print(table)
-    for name, value in summary(rows).items():
-        console.print(f"{name}: {value:.3f}")
+    for name, values in summary(rows).items():
+        console.print(f"{name}: " + ", ".join(f"{what} {value:.3g}" for what, value in values.items()))
 
 
 if __name__ == "__main__":

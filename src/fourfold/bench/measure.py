@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fourfold.allocator import keep_freed_memory
 from fourfold.bench.compute import (
     Shapes,
     measured_attentions,
@@ -70,6 +71,8 @@ def measure(rank: Rank, shapes: Shapes) -> Machine | None:
 
 
 def _computing(shapes: Shapes, device: torch.device) -> Machine:
+    if device.type == "cpu":
+        keep_freed_memory()  # as a training process does: page faults would take longer than the products
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     known = accelerator(name)
     rate = measured_peak_flops(shapes.dtype, device=device)

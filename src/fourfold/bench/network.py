@@ -15,8 +15,14 @@ from fourfold.specs import Layout
 SIZES = tuple(2**power for power in (3, 12, 15, 17, 19, 21, 24))
 """Bytes of messages."""
 
-CALLS, SECONDS = 5, 0.08
-"""So many calls are measured at least, and so long at most where they are short."""
+CALLS, MOST_CALLS, SECONDS = 5, 40, 0.08
+"""So many calls are measured, at least and at most, and so long where they are short."""
+
+PRODUCT = 384
+"""Rows and columns of the product that a rank computes between two collectives."""
+
+LEAST_SECONDS = 1e-6
+"""Of a collective: its time is a difference."""
 
 
 def measured_collectives(device: torch.device, *, near: int) -> Iterator[MeasuredCollective]:
@@ -39,24 +45,42 @@ def measured_collectives(device: torch.device, *, near: int) -> Iterator[Measure
 
 
 def _per_call(run: Callable[[], object], world: Axis, device: torch.device) -> tuple[float, float]:
-    """Seconds of a call, and the share of one core that a rank is busy in them; means over all ranks."""
-    calls = CALLS
-    for attempt in range(2):  # the first says how many calls fill the time
+    """Seconds of a call, and the share of one core that a rank is busy in them; means over all ranks.
+
+    A rank computes between two calls, as it does in a step: it comes to a collective a little earlier or
+    later than the others, with other things in its caches. What computing alone takes is taken off.
+    """
+    left = torch.ones(PRODUCT, PRODUCT, device=device)
+    product = torch.empty_like(left)
+
+    def compute() -> None:
+        torch.mm(left, left, out=product)
+
+    def both() -> None:
+        compute()
         run()
-        barrier(world)
-        synchronize(device)
-        began, worked = time.perf_counter(), time.process_time()
-        for _ in range(calls):
-            run()
-        synchronize(device)
-        seconds, busy = time.perf_counter() - began, time.process_time() - worked
-        found = torch.tensor([seconds, busy], dtype=torch.float64, device=device)
-        seconds, busy = (float(value) / world.size for value in all_reduce_(found, world))
-        if attempt or seconds >= SECONDS:
-            break
-        calls = max(CALLS, min(200, int(calls * SECONDS / seconds)))
-    share = busy / seconds if device.type == "cpu" else 0.0
-    return seconds / calls, share
+
+    both()
+    first, _ = _mean(both, CALLS, world, device)
+    calls = max(CALLS, min(MOST_CALLS, int(SECONDS / first)))
+    seconds, busy = _mean(both, calls, world, device)
+    computing, working = _mean(compute, calls, world, device)
+    seconds = max(seconds - computing, LEAST_SECONDS)
+    share = min(1.0, max(0.0, busy - working) / seconds) if device.type == "cpu" else 0.0
+    return seconds, share
+
+
+def _mean(run: Callable[[], object], calls: int, world: Axis, device: torch.device) -> tuple[float, float]:
+    """Seconds of a call and of the process, means over calls and ranks; all ranks begin together."""
+    barrier(world)
+    synchronize(device)
+    began, worked = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        run()
+    synchronize(device)
+    spent = [time.perf_counter() - began, time.process_time() - worked]
+    found = all_reduce_(torch.tensor(spent, dtype=torch.float64, device=device), world)
+    return float(found[0]) / world.size / calls, float(found[1]) / world.size / calls
 
 
 def _all_reduce(axis: Axis, nbytes: int, device: torch.device) -> Callable[[], object]:
