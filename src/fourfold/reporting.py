@@ -27,6 +27,8 @@ from fourfold.training import EvaluationReport, StepReport
 RECENT_STEPS = 20
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 5.0
+LONG_SECONDS = 2.0
+"""What takes less is not worth a line on how far it is."""
 
 
 class Logger(Protocol):
@@ -214,6 +216,18 @@ class Reporter:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
             self.console.print(line)
+
+    def wait(self, what: str, done_bytes: int, total_bytes: int, seconds: float) -> None:
+        """Show, on a terminal, how far something is that training waits for, once it takes long."""
+        now = time.monotonic()
+        if self._live is None or seconds < LONG_SECONDS or now - self._shown < LIVE_SECONDS:
+            return
+        self._shown = now
+        rate = done_bytes / seconds
+        left = clock_time((total_bytes - done_bytes) / rate) if rate else "-"
+        size = f"{done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
+        line = f"{what}: {size}  {rate / 1e9:.2f} GB/s  {left} left"
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def line(self, report: StepReport) -> str:
         """Return the state of the run: rates over the last steps, everything else of this one."""

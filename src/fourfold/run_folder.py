@@ -1,14 +1,19 @@
 """The run folder: a new one for every run, checked before the run starts."""
 
 import contextlib
+import fcntl
 import os
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from fourfold.errors import RunStopped, UserError
 
 RUN_FILE = "run.toml"
 METRICS = "metrics.jsonl"
+LOCK = "lock"
 
 
 def make_run_folder(wanted: Path, run_file: str) -> Path:
@@ -35,7 +40,8 @@ def make_run_folder(wanted: Path, run_file: str) -> Path:
 def resumed_run_folder(wanted: Path, run_file: str) -> Path:
     """Return the folder of a run to go on in it; where there is none, or an empty one, it is made.
 
-    The run file in it stays until the run goes on. Raises UserError where something else is in the folder.
+    The run file in it stays until the run goes on. Raises UserError where something else is in the folder, or
+    another run is at work in it.
     """
     if wanted.is_dir() and any(wanted.iterdir()):
         if not (wanted / RUN_FILE).exists():
@@ -43,6 +49,9 @@ def resumed_run_folder(wanted: Path, run_file: str) -> Path:
                 f"{wanted} is not the folder of a run, for it has no {RUN_FILE}: to resume a run in another "
                 "folder use --set folder=PATH"
             )
+        if (wanted / LOCK).exists():
+            with holding(wanted):
+                pass  # it was left by a run that was killed
         return wanted
     return make_run_folder(wanted, run_file)
 
@@ -61,6 +70,48 @@ def _taken(folder: Path) -> bool:
         (folder / METRICS).open("x").close()
         return True
     return False
+
+
+@contextlib.contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder while the context is open, or until this process is gone.
+
+    Raises UserError where another run is at work in it, and says which.
+    """
+    path = folder / LOCK
+    with _locked(path) as file:
+        with writing(path):
+            file.truncate(0)
+            began = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {began}\n")
+            file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> TextIO:
+    """Return the file, opened and locked. Closing it, or the end of the process, lets go of it."""
+    while True:
+        with writing(path):
+            file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise UserError(
+                f"another run is at work in {path.parent}, {holder}: wait for its end or end it, or use "
+                "another folder with --set folder=PATH"
+            ) from None
+        except OSError:
+            return file  # a file system without locks: nobody is kept out
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()  # its last holder removed it just now
 
 
 @contextlib.contextmanager

@@ -1,15 +1,21 @@
 """What one layout saves every other one loads: the same bits of every weight and every moment."""
 
+import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from fourfold.checkpoint import Saving, load_newest_, save
+from fourfold.checkpoint import Saving, load_newest_, reader, save
 from fourfold.checkpoint.manifest import read_manifest
 from fourfold.checkpoint.stripes import Runs
 from fourfold.specs import Layout
-from tests.checkpoint.trainers import SIZES, differing, fill_, run_spec, trainer_of
+from tests.checkpoint.trainers import SIZES, differing, fill_, places, run_spec, trainer_of
 from tests.ranks import RankPool
 
 LAYOUTS = {
@@ -52,13 +58,39 @@ def save_one(layout: str, pieces: str, optimizer: str, folder: str) -> None:
 
 
 def load_all(layout: str, pieces: str, optimizer: str, sources: list[str], folder: str) -> list[str]:
-    """Load one after another into the same training; return what is not as it was saved."""
+    """Load one after another into the same training; return what is not as it was saved, or read twice."""
     trainer = trainer_of(run_spec(layout, pieces=pieces, optimizer=optimizer))
+    owned_bytes = sum(values.numel() * values.itemsize for *_, values in places(trainer))
     wrong = []
     for source in sources:
-        assert load_newest_(trainer.parallel, trainer.update, Path(folder) / source, run={}) == 7
+        with reads() as runs:
+            assert load_newest_(trainer.parallel, trainer.update, Path(folder) / source, run={}) == 7
         wrong += [f"{source}: {name}" for name in differing(trainer, seed_of(source))]
+        wrong += [
+            f"{source}: read twice"
+            for one, two in pairwise(sorted(runs))
+            if one[2] > two[1] and one[0] == two[0]
+        ]
+        if sum(stop - start for _, start, stop in runs) != owned_bytes:
+            wrong.append(f"{source}: other bytes than a rank owns")
     return wrong
+
+
+@contextmanager
+def reads() -> Iterator[list[tuple[str, int, int]]]:
+    """Yield where this process reads tensors from: file, first byte, end."""
+    runs: list[tuple[str, int, int]] = []
+    read = reader.read_into
+
+    def noted(descriptor: int, target: NDArray[np.uint8], offset: int) -> None:
+        runs.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, offset + len(target)))
+        read(descriptor, target, offset)
+
+    reader.read_into = noted
+    try:
+        yield runs
+    finally:
+        reader.read_into = read
 
 
 @pytest.fixture(scope="module", params=[("adamw", LAYOUTS), ("muon", MUON)], ids=lambda param: param[0])

@@ -16,7 +16,7 @@ from fourfold.checkpoint import Saver, Saving, load_newest_, save
 from fourfold.cli.checkpoints import Checkpoints
 from fourfold.errors import RunStopped
 from fourfold.training import Trainer
-from tests.checkpoint.trainers import differing, fill_, run_spec, trainer_of
+from tests.checkpoint.trainers import SIZES, differing, fill_, run_spec, trainer_of
 from tests.ranks import RankPool
 
 
@@ -119,8 +119,12 @@ def test_a_checkpoint_is_complete_without_anybody_waiting(tmp_path: Path):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path):
-    trainer, told = trainer_of(run_spec("dp1")), list[str]()
-    saver = Saver(Saving(tmp_path, {}, {}, keep=2), trainer.parallel.mesh, told.append)
+    trainer, told, shown = trainer_of(run_spec("dp1")), list[str](), list[tuple[int, int, float]]()
+
+    def progress(*how_far: Any) -> None:
+        shown.append(how_far)
+
+    saver = Saver(Saving(tmp_path, {}, {}, keep=2), trainer.parallel.mesh, told.append, progress)
     with held_up() as gate:
         fill_(trainer, 1)
         saver.begin(trainer.parallel, trainer.update, 1)
@@ -134,6 +138,10 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path):
     assert [line.split(":")[0] for line in told] == ["saved step-000001", "saved step-000002"]
     paused = float(told[1].rpartition("for ")[2].split()[0])
     assert paused > 0.15, "the wait counts as time in which training stood still"
+    total_bytes = 3 * 4 * sum(SIZES.values())
+    assert shown[0][:2] == (0, total_bytes), "weights and two moments of AdamW"
+    assert shown[-1][:2] == (total_bytes, total_bytes)
+    assert shown[0][2] > 0
     assert load_newest_(trainer.parallel, trainer.update, tmp_path, run={}) == 2
     assert not differing(trainer, 2)
     (tmp_path / "step-000002").rename(tmp_path / "away")

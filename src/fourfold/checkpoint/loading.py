@@ -1,20 +1,23 @@
 """Loading: every rank reads what it owns, on whatever layout, and all of it is checked before it is used."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.files import problem_of
 from fourfold.checkpoint.folders import folder_of, set_aside_, steps_there
 from fourfold.checkpoint.manifest import Damaged, Manifest, read_manifest
 from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
-from fourfold.checkpoint.reader import Reader, damaged_pieces
+from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there, unlike
 from fourfold.checkpoint.state import held, owners_of
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.optimizer import Update
 from fourfold.parallel_model import ParallelModel
+
+Progress = Callable[[int, int, float], None]
+"""Is given bytes done, bytes in all, and the seconds so far."""
 
 
 def load_newest_(
@@ -24,11 +27,13 @@ def load_newest_(
     *,
     run: Mapping[str, Any],
     tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> int:
     """Load the newest checkpoint that is good; return its step, 0 where there is none. All ranks call it.
 
-    A broken one is set aside and ``tell`` is given a line on it, on rank 0. Raises UserError, on all ranks,
-    where all that are there are broken, or where the run differs in what must be alike.
+    A broken one is set aside and ``tell`` is given a line on it, on rank 0; ``progress`` hears how far this
+    rank is. Raises UserError, on all ranks, where all that are there are broken, or where the run differs in
+    what must be alike.
     """
     mesh = parallel.mesh
     told = texts_of_all(json.dumps(steps_there(checkpoints)) if mesh.rank == 0 else "", mesh)
@@ -37,7 +42,7 @@ def load_newest_(
     for step in steps:
         folder = folder_of(step, checkpoints)
         try:
-            load_(parallel, update, folder, run=run)
+            load_(parallel, update, folder, run=run, progress=progress)
         except Damaged as damaged:
             problems += damaged.messages
             if mesh.rank == 0 and step != steps[-1]:
@@ -52,12 +57,20 @@ def load_newest_(
     return 0
 
 
-def load_(parallel: ParallelModel, update: Update, folder: Path, *, run: Mapping[str, Any]) -> Manifest:
+def load_(
+    parallel: ParallelModel,
+    update: Update,
+    folder: Path,
+    *,
+    run: Mapping[str, Any],
+    progress: Progress = lambda *_: None,
+) -> Manifest:
     """Load a checkpoint into this rank's weights and moments. All ranks call it.
 
-    Raises Damaged or UserError on all ranks alike; weights and moments are of no use after Damaged.
+    Raises Damaged or UserError on all ranks alike. Weights and moments are untouched after it, but for a
+    checksum of bytes that differs: then they are of no use.
     """
-    mesh = parallel.mesh
+    mesh, began = parallel.mesh, time.perf_counter()
     manifest = _agreed_manifest(folder, mesh)
     differences = differing(manifest.run, run)
     if differences:
@@ -65,22 +78,29 @@ def load_(parallel: ParallelModel, update: Update, folder: Path, *, run: Mapping
             f"{folder} is of another run: undo these changes, or start a new run without --resume",
             *differences,
         )
-    times = owners_of(parallel)
+    times, parts = owners_of(parallel), list(held(parallel, update))
+    unknown = {tensor.parameter for tensor in manifest.tensors.values()} - times.keys()
+    problems = [f"{folder} has {name}, which is no parameter of the model" for name in sorted(unknown)]
+    problems += unlike(folder, manifest, parts)
+    problems += problems_there(folder, manifest, share=mesh.rank, shares=mesh.world_size)
+    if found := messages_of_all(problems, mesh):
+        raise Damaged(*found)
+    total, done = sum(part.values.numel() * part.values.itemsize for part in parts), 0
+
+    def on_read(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total, time.perf_counter() - began)
+
     problems = []
-    with Reader(folder, manifest) as reader:
+    with Reader(folder, manifest, on_read) as reader:
         try:
-            unknown = {tensor.parameter for tensor in manifest.tensors.values()} - times.keys()
-            if unknown:
-                raise Damaged(f"{folder} has {min(unknown)}, which is no parameter of the model")
-            for part in held(parallel, update):
+            for part in parts:
                 reader.read(part)
-            if mesh.rank == 0:  # the small files, which no rank reads
-                found = (problem_of(folder / name, entry) for name, entry in manifest.files.items())
-                problems = [problem for problem in found if problem]
         except Damaged as damaged:
             problems = list(damaged.messages)
-        problems = messages_of_all(problems, mesh)
-        problems = problems or damaged_pieces(folder, manifest, added_up(reader.sums, mesh), times)
+    problems = messages_of_all(problems, mesh)
+    problems = problems or damaged_pieces(folder, manifest, added_up(reader.sums, mesh), times)
     if problems:
         raise Damaged(*problems)
     update.continue_(manifest.updates)

@@ -9,11 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.files import problem_of
 from fourfold.checkpoint.folders import CHECKPOINTS, folder_of, steps_there
 from fourfold.checkpoint.hugging_face import CONFIG, HuggingFaceWeights
 from fourfold.checkpoint.manifest import MANIFEST, WEIGHT, Damaged, Manifest, read_manifest
-from fourfold.checkpoint.reader import Reader, damaged_pieces
+from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Stripes
 from fourfold.data import ByteTokenizer, Tokenizer, load_tokenizer
@@ -99,9 +98,8 @@ def spec_of(folder: Path, manifest: Manifest) -> ModelSpec:
 
     Raises Damaged.
     """
-    for name, entry in manifest.files.items():
-        if problem := problem_of(folder / name, entry):
-            raise Damaged(problem)
+    if problems := problems_there(folder, manifest):
+        raise Damaged(*problems)
     spec = ModelSpec.from_config(folder)
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors.values() if tensor.state == WEIGHT}
     wanted = spec.parameter_shapes()

@@ -1,7 +1,8 @@
 """Reading parts of tensors from a checkpoint, with every byte that is read counted into a digest."""
 
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -10,25 +11,73 @@ import numpy as np
 import torch
 
 from fourfold.checkpoint.digest import MODULUS, digest
-from fourfold.checkpoint.files import problem_of, read_into
-from fourfold.checkpoint.manifest import Damaged, Manifest, Stored
+from fourfold.checkpoint.files import content_of, piece_bytes, problem_of, read_into
+from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Runs, overlap
+
+
+def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
+    """Return what is wrong with a checkpoint before any tensor is read: sizes, heads, counts.
+
+    All files are there, as long as the manifest says and with the heads that they had; all elements of all
+    tensors are in a piece, once; all pieces are within their files. Of several who ask each looks at a share.
+    """
+    files = sorted(manifest.files.items())[share::shares]
+    problems = [problem for name, entry in files if (problem := problem_of(folder / name, entry))]
+    pieces: dict[str, list[Piece]] = {}
+    for piece in manifest.pieces:
+        pieces.setdefault(piece.tensor, []).append(piece)
+    for name, tensor in sorted(manifest.tensors.items())[share::shares]:
+        own = pieces.get(name, [])
+        runs = Runs.of([stripe for piece in own for stripe in piece.stripes])
+        count = math.prod(tensor.shape)
+        there = [0, *runs.stop.tolist()] == [*runs.start.tolist(), count]
+        if not there:
+            problems.append(f"{folder}: the manifest lacks pieces of {name}, or has some twice")
+        for piece in own:
+            entry, size = manifest.files.get(piece.file), piece_bytes(piece, _itemsize(tensor))
+            if entry is None:
+                problems.append(
+                    f"{folder}: the manifest does not list {piece.file}, where a piece of {name} is"
+                )
+            elif not entry.head_bytes <= piece.offset <= entry.size_bytes - size:
+                problems.append(f"{folder}: a piece of {name} would not be within {piece.file}")
+    return problems
+
+
+def unlike(folder: Path, manifest: Manifest, parts: Iterable[Held]) -> list[str]:
+    """Return a message for each part that a rank owns of a tensor that is not so in the checkpoint."""
+    problems = []
+    for wanted in dict.fromkeys(part.tensor for part in parts):
+        stored = manifest.tensors.get(wanted.name)
+        if stored is None:
+            problems.append(f"{folder} has no {wanted.name}")
+        elif stored != wanted:
+            problems.append(
+                f"{folder} has {wanted.name} of shape {stored.shape} in {stored.dtype}, the run needs "
+                f"{wanted.shape} in {wanted.dtype}"
+            )
+    return problems
+
+
+def _itemsize(tensor: Stored) -> int:
+    return int(getattr(torch, tensor.dtype).itemsize)
 
 
 class Reader:
     """The files of one checkpoint, open for reading: a context manager.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint, in which there are no `problems_there`.
         manifest: of it.
+        on_read: is given the number of bytes of each part of a tensor that was read.
 
     Attributes:
         sums: of each piece, by its number in the manifest, the digest of what was read of it.
-        bytes_read: of tensors.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, folder: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda _: None):
         self._folder = folder
         self._manifest = manifest
         self._pieces: dict[str, list[int]] = {}
@@ -37,8 +86,8 @@ class Reader:
         self._runs: dict[int, Runs] = {}
         self._open: dict[str, int] = {}
         self._files = ExitStack()
+        self._on_read = on_read
         self.sums = [0] * len(manifest.pieces)
-        self.bytes_read = 0
 
     def __enter__(self) -> Self:
         return self
@@ -48,21 +97,16 @@ class Reader:
 
     def read(self, part: Held) -> None:
         """Fill a part of a tensor. Raises Damaged with what keeps it from being read."""
-        stored = self._manifest.tensors.get(part.tensor.name)
-        if stored != part.tensor:
-            raise Damaged(_differs(self._folder, part.tensor, stored))
-        content = np.empty(part.values.numel() * part.values.itemsize, np.uint8)
+        on_host = part.values.device.type == "cpu"
+        values = part.values.detach() if on_host else torch.empty_like(part.values, device="cpu")
+        content = content_of(values)  # the same memory
         wanted, found = Runs.of(part.stripes), 0
         for number in self._pieces.get(part.tensor.name, ()):
-            found += self._copy(number, wanted, content, part.values.itemsize)
-        if found != len(content):
-            raise Damaged(
-                f"{self._folder}: the manifest lacks pieces of {part.tensor.name}, or has some twice: "
-                f"{found} of {len(content)} bytes are there"
-            )
-        values = torch.from_numpy(content).view(part.values.dtype)
-        with torch.no_grad():
-            part.values.copy_(values)
+            found += self._copy(number, wanted, content, values.itemsize)
+        assert found == len(content), part.tensor.name
+        if not on_host:
+            part.values.detach().copy_(values)
+        self._on_read(found)
 
     def _copy(self, number: int, wanted: Runs, content: np.ndarray, itemsize: int) -> int:
         """Read what is wanted of a piece, and return how many bytes that were."""
@@ -81,18 +125,12 @@ class Reader:
                 raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
             self.sums[number] = (self.sums[number] + digest(target, source)) % MODULUS
             read += count
-        self.bytes_read += read
         return read
 
     def _descriptor(self, name: str) -> int:
-        """Open a file at its first use, when its size and its header are checked."""
+        """Open a file at its first use."""
         if name not in self._open:
-            path, entry = self._folder / name, self._manifest.files.get(name)
-            if entry is None:
-                raise Damaged(f"{self._folder}: the manifest does not list {name}, where pieces should be")
-            if problem := problem_of(path, entry):
-                raise Damaged(problem)
-            self._open[name] = os.open(path, os.O_RDONLY)
+            self._open[name] = os.open(self._folder / name, os.O_RDONLY)
             self._files.callback(os.close, self._open[name])
         return self._open[name]
 
@@ -124,12 +162,3 @@ def damaged_pieces(
                 "manifest says"
             )
     return problems
-
-
-def _differs(folder: Path, wanted: Stored, stored: Stored | None) -> str:
-    if stored is None:
-        return f"{folder} has no {wanted.name}"
-    return (
-        f"{folder} has {wanted.name} of shape {stored.shape} in {stored.dtype}, the run needs {wanted.shape} "
-        f"in {wanted.dtype}"
-    )

@@ -9,14 +9,15 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from fourfold.checkpoint.folders import begin_, folder_of, part_of
+from fourfold.checkpoint.loading import Progress
 from fourfold.checkpoint.ranks import messages_of_all
 from fourfold.checkpoint.state import Held, held
 from fourfold.checkpoint.writing import Saving, Written, finish, write_own
@@ -36,12 +37,12 @@ class Task(Generic[Result]):
 
     Attributes:
         result: what it returned.
-        problem: why it could not; None before its end, or where it could.
+        problems: why it could not; empty where it could.
     """
 
     def __init__(self, function: Callable[[], Result]):
         self.result: Result | None = None
-        self.problem: str | None = None
+        self.problems: list[str] = []
         self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
 
@@ -49,21 +50,18 @@ class Task(Generic[Result]):
         try:
             self.result = function()
         except RunStopped as stopped:
-            self.problem = str(stopped)
+            self.problems = [str(stopped)]
         except Exception as error:  # nobody else would hear of it
-            self.problem = f"{type(error).__name__}: {error}"
+            self.problems = [f"{type(error).__name__}: {error}"]
 
     @property
     def has_ended(self) -> bool:
         """Whether it is over."""
         return not self._thread.is_alive()
 
-    def wait(self, meanwhile: Callable[[], None]) -> list[str]:
-        """Wait for its end, and call ``meanwhile`` again and again; return its problem, if it has one."""
-        while not self.has_ended:
-            self._thread.join(ASK_SECONDS)
-            meanwhile()
-        return [] if self.problem is None else [self.problem]
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, so long at most."""
+        self._thread.join(seconds)
 
 
 class Snapshot:
@@ -101,6 +99,7 @@ class _Flight:
     Attributes:
         step: of the checkpoint.
         updates: of the optimizer.
+        began: when, on the clock of ``time.perf_counter``.
         task: writes what is this rank's.
         total_bytes: of this rank's tensors.
         written_bytes: so far.
@@ -111,7 +110,8 @@ class _Flight:
 
     step: int
     updates: int
-    task: "Task[None] | None" = None
+    began: float
+    task: Task[None] | None = None
     total_bytes: int = 0
     written_bytes: int = 0
     all_wrote: bool = False
@@ -119,7 +119,6 @@ class _Flight:
     is_told: bool = False
 
 
-@dataclass
 class Saver:
     """Saves a run while it trains. Every rank has one, and all call its methods alike.
 
@@ -127,19 +126,24 @@ class Saver:
         saving: where and how.
         mesh: the ranks.
         tell: is given a line on every checkpoint, or on its failure, on rank 0.
-        progress: is given the bytes that rank 0 has written and those that it has to, while it waits.
+        progress: hears on rank 0 how far its writing is, while training waits for it.
 
     Attributes:
         failures: by step, why a checkpoint could not be written; the same on all ranks.
     """
 
-    saving: Saving
-    mesh: Mesh
-    tell: Callable[[str], None] = lambda _: None
-    progress: Callable[[int, int], None] = lambda *_: None
-    failures: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        saving: Saving,
+        mesh: Mesh,
+        tell: Callable[[str], None] = lambda _: None,
+        progress: Progress = lambda *_: None,
+    ):
+        self.failures: dict[int, str] = {}
+        self._saving = saving
+        self._mesh = mesh
+        self._tell = tell
+        self._progress = progress
         self._snapshot = Snapshot()
         self._flight: _Flight | None = None
 
@@ -150,10 +154,10 @@ class Saver:
         """
         began = time.perf_counter()
         self.finish()
-        folder = folder_of(step, self.saving.checkpoints)
+        folder = folder_of(step, self._saving.checkpoints)
         if self._failed(step, self._first(lambda: begin_(folder))):
             return
-        flight = self._flight = _Flight(step, update.updates)
+        flight = self._flight = _Flight(step, update.updates, began)
 
         def wrote(count: int) -> None:
             flight.written_bytes += count
@@ -171,7 +175,7 @@ class Saver:
         def write() -> None:
             if problem:
                 raise RunStopped(problem)
-            write_own(part_of(folder), parts, self.mesh.rank, paused, wrote)
+            write_own(part_of(folder), parts, self._mesh.rank, paused, wrote)
 
         flight.task = Task(write)
 
@@ -181,9 +185,7 @@ class Saver:
         if flight is None:
             return
         if not flight.all_wrote:
-            assert flight.task is not None
-            ended = torch.tensor([int(flight.task.has_ended)], device=self.mesh.device)
-            if all_reduce_(ended, self.mesh.world, op="min").item():
+            if self._all_have_ended(flight.task, 0.0):
                 self._hear(flight)
         elif flight.ending is not None and flight.ending.has_ended:
             self._tell_of(flight)
@@ -192,35 +194,48 @@ class Saver:
         """Wait until nothing is on its way any more."""
         flight = self._flight
         if flight is not None and not flight.all_wrote:
+            ended = False
+            while not ended:
+                ended = self._all_have_ended(flight.task, ASK_SECONDS)
+                if self._mesh.rank == 0:
+                    seconds = time.perf_counter() - flight.began
+                    self._progress(flight.written_bytes, flight.total_bytes, seconds)
             self._hear(flight)
         flight = self._flight
         if flight is None:
             return
-        problems = [] if flight.ending is None else flight.ending.wait(lambda: None)
+        while not self._all_have_ended(flight.ending, ASK_SECONDS):
+            pass
         self._flight = None
-        if not self._failed(flight.step, problems):
+        if not self._failed(flight.step, [] if flight.ending is None else flight.ending.problems):
             self._tell_of(flight)
 
+    def _all_have_ended(self, task: Task[Any] | None, seconds: float) -> bool:
+        """Wait for this rank's task, so long at most, and ask whether those of all ranks have ended.
+
+        Nobody waits in a collective for long, however long a rank writes: it would time out.
+        """
+        if task is not None:
+            task.wait(seconds)
+        ended = torch.tensor([int(task is None or task.has_ended)], device=self._mesh.device)
+        return bool(all_reduce_(ended, self._mesh.world, op="min").item())
+
     def _hear(self, flight: _Flight) -> None:
-        """Wait for this rank's writing, and hear from all how theirs ended."""
+        """Hear, once all ranks have ended, how; if they have written, rank 0 completes the checkpoint."""
         assert flight.task is not None
-        is_first = self.mesh.rank == 0
-        shown = (
-            (lambda: self.progress(flight.written_bytes, flight.total_bytes)) if is_first else lambda: None
-        )
-        if self._failed(flight.step, flight.task.wait(shown)):
+        if self._failed(flight.step, flight.task.problems):
             self._flight = None
             return
         flight.all_wrote = True
-        if is_first:
-            folder, layout = folder_of(flight.step, self.saving.checkpoints), self.mesh.layout
-            about = {"ranks": self.mesh.world_size, "step": flight.step, "updates": flight.updates}
-            flight.ending = Task(lambda: finish(folder, self.saving, layout, **about))
+        if self._mesh.rank == 0:
+            folder, layout = folder_of(flight.step, self._saving.checkpoints), self._mesh.layout
+            about = {"ranks": self._mesh.world_size, "step": flight.step, "updates": flight.updates}
+            flight.ending = Task(lambda: finish(folder, self._saving, layout, **about))
 
     def _first(self, task: Callable[[], None]) -> list[str]:
         """Do something on rank 0, and return what kept it from that."""
         try:
-            if self.mesh.rank == 0:
+            if self._mesh.rank == 0:
                 task()
         except RunStopped as stopped:
             return [str(stopped)]
@@ -228,13 +243,13 @@ class Saver:
 
     def _failed(self, step: int, problems: list[str]) -> bool:
         """Whether any rank has a problem; then what was written is removed, and rank 0 tells of it."""
-        found = messages_of_all(problems, self.mesh)
+        found = messages_of_all(problems, self._mesh)
         if found:
             self.failures[step] = f"no checkpoint after step {step}: {'; '.join(found)}"
-            if self.mesh.rank == 0:
+            if self._mesh.rank == 0:
                 # A full disk needs the room.
-                shutil.rmtree(part_of(folder_of(step, self.saving.checkpoints)), ignore_errors=True)
-                self.tell(self.failures[step])
+                shutil.rmtree(part_of(folder_of(step, self._saving.checkpoints)), ignore_errors=True)
+                self._tell(self.failures[step])
         return bool(found)
 
     def _tell_of(self, flight: _Flight) -> None:
@@ -242,7 +257,7 @@ class Saver:
         written = None if flight.ending is None else flight.ending.result
         if written is not None and not flight.is_told:
             flight.is_told = True
-            self.tell(str(written))
+            self._tell(str(written))
 
 
 def save(parallel: ParallelModel, update: Update, saving: Saving, *, step: int) -> Path:

@@ -1,6 +1,7 @@
 """The checkpoints of a run, as the ranks of ``fourfold train`` keep them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from fourfold.checkpoint import Saver, Saving, load_newest_
@@ -19,6 +20,8 @@ MUST_STAY = (
     "training.dtype",
     "optimizer.name",
     "the content of ",
+    "the training part of the corpus",
+    "the held-out part of the corpus",
 )
 """How the keys begin in which a run that goes on must be the one that saved. All others may change."""
 
@@ -41,6 +44,8 @@ class Checkpoints:
         files: what lies beside the tensors.
         resume: whether to go on from the newest checkpoint in the folder, where there is one.
         tell: prints a line, on rank 0.
+        progress: shows how far what training waits for is, on rank 0: ``"saving"`` or ``"loading"``, bytes
+            done, bytes in all, seconds so far.
 
     Attributes:
         start: finished steps of the checkpoint that the run went on from.
@@ -56,6 +61,7 @@ class Checkpoints:
         files: Mapping[str, bytes],
         resume: bool,
         tell: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str, int, int, float], None] = lambda *_: None,
     ):
         self._run = run
         self._resume = resume
@@ -67,7 +73,8 @@ class Checkpoints:
             keep=run.checkpoint.keep,
             keep_every=run.checkpoint.keep_every,
         )
-        self._saver = Saver(self._saving, mesh, tell)
+        self._progress = progress
+        self._saver = Saver(self._saving, mesh, tell, partial(progress, "saving"))
         self.start = 0
 
     def resume_(self, trainer: Trainer) -> int:
@@ -75,7 +82,12 @@ class Checkpoints:
         if self._resume:
             saving = self._saving
             self.start = load_newest_(
-                trainer.parallel, trainer.update, saving.checkpoints, run=saving.run, tell=self._tell
+                trainer.parallel,
+                trainer.update,
+                saving.checkpoints,
+                run=saving.run,
+                tell=self._tell,
+                progress=partial(self._progress, "loading"),
             )
         return self.start
 

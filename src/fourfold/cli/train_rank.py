@@ -29,7 +29,7 @@ from fourfold.place import HERE
 from fourfold.program import Timeline, draw
 from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
-from fourfold.run_folder import RUN_FILE, make_run_folder, resumed_run_folder, writing
+from fourfold.run_folder import RUN_FILE, holding, make_run_folder, resumed_run_folder, writing
 from fourfold.specs import ModelSpec, RunSpec
 from fourfold.traffic import Event
 from fourfold.training import Report, StepReport, Trainer, train
@@ -77,20 +77,24 @@ def train_on_rank(
     peak = peak_of(mesh, run.training.dtype)
     gauges = Gauges()
     reporting: AbstractContextManager[Reporter | None] = nullcontext()
+    alone: AbstractContextManager[None] = nullcontext()
     unigram = math.nan
     title = (
         f"{Path(run.folder).name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, {device}"
     )
     if rank.is_first:
         assert folder is not None
+        alone = holding(folder)
         reporting = Reporter(folder, run, peak=peak, ranks=mesh.world_size)
         unigram = unigram_entropy(prepared.train)
-    with reporting as reporter:
+    with alone, reporting as reporter:
         if reporter is not None:
             reporter.console.print(f"{title}; in {folder}")
             reporter.console.print(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
             if note:
                 reporter.console.print(note)
+            if run.model.init is not None and not resume:
+                reporter.console.print(f"the weights to begin with are those in {run.model.init}")
 
         def draw_curves() -> None:
             assert reporter is not None
@@ -121,6 +125,7 @@ def train_on_rank(
             files=about_files(model_spec, tokenizer),
             resume=resume,
             tell=lambda line: None if reporter is None else reporter.console.print(line),
+            progress=lambda *how_far: None if reporter is None else reporter.wait(*how_far),
         )
 
         def go_on(trainer: Trainer) -> int:
