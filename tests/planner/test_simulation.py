@@ -14,7 +14,8 @@ from fourfold.layer.schedules import named_schedules, schedule
 from fourfold.layer.transfers import with_transfers
 from fourfold.outline import Outline, Step, outline
 from fourfold.planner.catalogue import machine
-from fourfold.planner.simulation import COMPUTING, Devices, Load, Phase, simulate
+from fourfold.planner.simulated import COMPUTING, Devices, Load, Phase
+from fourfold.planner.simulation import simulate
 from fourfold.planner.simulation_loads import Knobs, simulate_step
 from fourfold.planner.simulation_trace import write_simulation
 from fourfold.program import Action, Kind, Program, clock
@@ -143,10 +144,14 @@ def test_the_parts_of_every_rank_add_up_to_the_step(layout: str) -> None:
 
 
 def test_the_update_begins_when_all_ranks_have_come_to_it() -> None:
-    spans = simulate_step(outlined("pp4,dp2"), H100).timeline.spans
-    updates = {span.start_seconds for span in spans if span.action.kind is Kind.UPDATE}
+    found = simulate_step(outlined("pp4,dp2"), H100)
+    spans = found.timeline.spans
+    norms = {waited.start_seconds for waited in found.inside if waited.action.kind is Kind.UPDATE}
     sums = max(span.end_seconds for span in spans if span.action.kind in (Kind.REDUCE, Kind.LOSS))
-    assert updates == {sums}
+    assert norms == {sums}
+    began = {span.rank: span.start_seconds for span in spans if span.action.kind is Kind.UPDATE}
+    assert max(began.values()) == sums
+    assert began[3] < sums, "its own sums were done, and it waits for the norm"
 
 
 def test_a_slow_rank_costs_what_it_computes_longer_and_a_slow_link_what_it_sends_longer() -> None:

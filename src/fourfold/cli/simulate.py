@@ -24,7 +24,7 @@ from fourfold.errors import UserError, choices
 if TYPE_CHECKING:
     from fourfold.outline import Step
     from fourfold.planner.machine import Machine
-    from fourfold.planner.simulation import Simulation
+    from fourfold.planner.simulated import Simulation
 
 
 def simulate(

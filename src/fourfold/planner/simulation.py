@@ -15,81 +15,13 @@ when the last stage has come to them.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from fourfold.planner.simulated import COMPUTING, Devices, Inside, Load, Phase, Simulation
 from fourfold.program.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program
 from fourfold.program.clock import Span, Timeline
 
-COMPUTING = "compute"
-"""The lane of computation. The others are named as the axis that sends."""
-
 Key = tuple[int | None, Action]
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of an action.
-
-    Attributes:
-        lane: `COMPUTING`, or the axis that sends, as in ``tp`` or ``fsdp,cp``.
-        seconds: that it takes where nothing slows it.
-        cores: the share of a core that it needs meanwhile.
-    """
-
-    lane: str
-    seconds: float
-    cores: float = 0.0
-
-
-Load = Callable[[int, Action], tuple[Phase, ...]]
-"""From a pipeline rank and an action to what it takes, in order."""
-
-
-@dataclass(frozen=True)
-class Devices:
-    """What the ranks run on.
-
-    Attributes:
-        interference: by how much computation slows while its rank sends.
-        cores: that all ranks share; infinite where each has a device of its own.
-        ranks: that each pipeline rank stands for, itself included.
-    """
-
-    interference: float = 0.0
-    cores: float = float("inf")
-    ranks: int = 1
-
-
-@dataclass(frozen=True)
-class Inside:
-    """A time in which a rank communicates inside an action."""
-
-    rank: int
-    action: Action
-    lane: str
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """A simulated step.
-
-    Attributes:
-        timeline: when each action ran.
-        inside: what tp and cp sent inside of actions, and the norm in the update.
-        parts: for each pipeline rank where its step went, by the names of `fourfold.measured.TimeSpent`.
-    """
-
-    timeline: Timeline
-    inside: tuple[Inside, ...]
-    parts: tuple[Mapping[str, float], ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        return self.timeline.seconds
 
 
 class _Task:
@@ -113,6 +45,7 @@ class _Rank:
     sending: int = 0
     computing: _Task | None = None
     reduced: Key | None = None
+    at_update: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -213,6 +146,7 @@ class _Simulator:
         if gate in self._done or len(self._ranks) == 1:
             return None
         self._at_update += 1
+        self._ranks[rank].at_update = self._now
         if self._at_update < len(self._ranks):
             return gate
         self._finished(gate)
@@ -228,6 +162,8 @@ class _Simulator:
         if kind in COMPUTE or kind is Kind.UPDATE:
             self._ranks[rank].computing = task
             self._begin(task)
+            if kind is Kind.UPDATE and len(self._ranks) > 1:  # in a run, waiting for the norm is part of it
+                task.started = self._ranks[rank].at_update
             return
         key = _key(rank, action)
         self._lane_of[key] = task.phases[0].lane if task.phases else "pp"

@@ -11,7 +11,8 @@ from fourfold.outline import Outline, Step
 from fourfold.planner.calibration import BlockTable, shape_of_block
 from fourfold.planner.compute import OURS, BlockTime, Part, Practice, block_times, collective
 from fourfold.planner.machine import Machine
-from fourfold.planner.simulation import COMPUTING, Devices, Phase, Simulation, simulate
+from fourfold.planner.simulated import COMPUTING, Devices, Phase, Simulation
+from fourfold.planner.simulation import simulate
 from fourfold.planner.step_time import OPTIMIZER_BYTES
 from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.traffic import Event

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.planner.simulation import Simulation
+from fourfold.planner.simulated import Simulation
 from fourfold.program.trace import named_ranks, trace_events, write_events
 
 
