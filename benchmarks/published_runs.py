@@ -17,7 +17,8 @@ from fourfold.outline import Step
 from fourfold.planner.catalogue import BUS_LATENCY, LINK_SHARE, NETWORK_SHARE, machine
 from fourfold.planner.compute import Practice
 from fourfold.planner.machine import Level, Machine
-from fourfold.planner.search import POLICIES, Question, Search
+from fourfold.planner.plans import POLICIES, Question
+from fourfold.planner.search import Search
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 
@@ -134,8 +135,9 @@ def kernels_of(row: Row) -> dict[str, Any]:
 
     FlashAttention 3, and cuDNN's of that speed, is of 2024; llm-foundry's tables are of 2023:
     FlashAttention 2 on H100, and on A100 Triton's kernel of the first kind, 0.6 of FlashAttention 2
-    (Dao, arXiv:2307.08691, figures 4 to 7). Megatron-DeepSpeed and GPT-NeoX are of 2022 and wrote scores to memory. The
-    recipes of NeMo and Megatron-Bridge overlap tp's collectives with products, which hides 60 to 70%.
+    (Dao, arXiv:2307.08691, figures 4 to 7). Megatron-DeepSpeed and GPT-NeoX are of 2022 and wrote scores to
+    memory. The recipes of NeMo and Megatron-Bridge overlap tp's collectives with products, which hides
+    60 to 70%.
     """
     stack = stack_of(row["source"])
     if stack == "llm-foundry":

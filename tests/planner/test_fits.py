@@ -1,11 +1,12 @@
 """What the planner says of memory, against the walk over the program."""
 
 import pytest
+from fourfold.planner.plans import Question
 
 from fourfold.explain import explain
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
-from fourfold.planner.search import Question, Search
+from fourfold.planner.search import Search
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from fourfold.layer.transfers import with_transfers
-from fourfold.planner.pipeline import StageSeconds, pipeline, pipeline_seconds
+from fourfold.planner.pipeline import (
+    StageSeconds,
+    in_flight,
+    pipeline,
+    pipeline_seconds,
+    stages_of_ranks,
+)
 from fourfold.program.actions import SENDS, Action, Kind
-from fourfold.program.clock import clock
+from fourfold.program.clock import clock, peak_activations
+from fourfold.specs import ScheduleName
 
 CASES = [
     ("gpipe", 4, 9),
@@ -60,3 +67,21 @@ def test_many_microbatches_go_on_as_few_do(name: str) -> None:
     times, send = durations(stages, 3), np.array([0.05])
     whole = pipeline(name, 4, 67, layers=40).seconds(times, send)
     assert pipeline_seconds(name, 4, 67, 40, times, send) == pytest.approx(whole, rel=0.004)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+def test_what_is_in_flight_is_known_without_the_schedule(name: str, ranks: int, microbatches: int) -> None:
+    order = pipeline(name, ranks, microbatches, layers=40).order
+    counted = peak_activations(order)
+    known = in_flight(ScheduleName.parse(name), ranks, microbatches)
+    assert max(known) == pytest.approx(max(counted))
+    assert all(one >= other - 0.5 for one, other in zip(known, counted, strict=True))
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), CASES)
+def test_which_stages_a_rank_has_is_known_without_the_schedule(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    order = pipeline(name, ranks, microbatches, layers=40).order
+    for rank, own in enumerate(stages_of_ranks(ScheduleName.parse(name), ranks, 40)):
+        assert [order.rank_of_segment[stage] for stage in own] == [rank] * len(own)

@@ -12,7 +12,7 @@ from fourfold.cli.explain import table
 from fourfold.errors import UserError, choices
 
 if TYPE_CHECKING:
-    from fourfold.planner.search import Found, Plan, Question
+    from fourfold.planner.plans import Found, Plan, Question
 
 
 def plan(
@@ -65,7 +65,7 @@ def question(
     """What is asked, from the options. Raises `UserError` with every problem at once."""
     from fourfold.outline import ITEMSIZES
     from fourfold.planner.catalogue import machine
-    from fourfold.planner.search import Question
+    from fourfold.planner.plans import Question
     from fourfold.specs import ModelSpec
 
     numbers = {"sequence": sequence, "batch": batch, "nodes-of": nodes_of, "network": network}
@@ -102,8 +102,8 @@ def question(
 
 def text(found: "Found", asked: "Question", model: str, top: int) -> str:
     """What was found, for people."""
+    from fourfold.planner.plans import TIE
     from fourfold.planner.report import ERROR, why_slower
-    from fourfold.planner.search import TIE
 
     best = found.plans[0]
     tokens = asked.batch * asked.sequence_length
@@ -122,6 +122,16 @@ def text(found: "Found", asked: "Question", model: str, top: int) -> str:
             "apart: the first is the simplest"
         )
     lines += [f"{plan.step.layout} loses: {why_slower(plan, best)}" for plan in found.plans[1:top]]
+    beside = {"by hand": found.by_hand, "best without a pipeline": found.without_pipeline}
+    for name, other in beside.items():
+        if other is None:
+            lines.append(f"{name}: none fits")
+        else:
+            slower = other.time.total / best.time.total - 1
+            lines.append(
+                f"{name}: {other.step.layout}, {other.step.microbatches} x {other.step.rows}, recompute "
+                f"{other.step.recompute}: {slower:+.1%} time ({why_slower(other, best)})"
+            )
     lines += ["", _memory(best, asked), "", _counts(found)]
     return "\n".join(lines)
 
@@ -190,9 +200,8 @@ def _json(found: "Found", asked: "Question", model: str, top: int) -> dict[str, 
         "sequence_length": asked.sequence_length,
         "batch": asked.batch,
         "plans": [to_json(plan, asked) for plan in found.plans[:top]],
-        "without_pipeline": None
-        if found.without_pipeline is None
-        else to_json(found.without_pipeline, asked),
+        "without_pipeline": found.without_pipeline and to_json(found.without_pipeline, asked),
+        "by_hand": found.by_hand and to_json(found.by_hand, asked),
         "tried": found.tried,
         "dropped": dict(found.dropped),
     }

@@ -74,7 +74,7 @@ def schedule(
             most_stages=most_stages,
         )
     else:
-        program = _named(name, ranks, microbatches)
+        program = named(name, ranks, microbatches)
     most = most_in_flight(name, ranks=ranks, microbatches=microbatches)
     if most is not None:
         check_in_flight(program, round(most * program.num_segments / ranks))
@@ -124,11 +124,11 @@ def named_schedules(*, ranks: int, microbatches: int, depth: int | None = None) 
     names = ["gpipe", "1f1b", *[f"1f1b{number}" for number in sorted(depths - {ranks})]]
     names += [f"{name}{chunks}" for name in ("interleaved", "bfs") for chunks in range(2, MOST_CHUNKS + 1)]
     names += ["zb-h1", "zb-h2", "zbv", "dualpipev"]
-    return {name: _named(ScheduleName.parse(name), ranks, microbatches) for name in names}
+    return {name: named(ScheduleName.parse(name), ranks, microbatches) for name in names}
 
 
-def _named(name: ScheduleName, ranks: int, microbatches: int) -> Program:
-    """A schedule that does not depend on times."""
+def named(name: ScheduleName, ranks: int, microbatches: int) -> Program:
+    """A schedule that does not depend on times, and is not checked again; see `schedule`."""
     sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches}
     chunks = name.number or 1
     generators: dict[str, Callable[[], Program]] = {

@@ -86,7 +86,15 @@ class Held:
         return self.allocated + FRAGMENTATION * moving + FIXED_BYTES
 
 
-def held(sizes: Sizes, load: StageLoad, *, placement: Placement, owners: int, keep: bool) -> Held:
+def held(
+    sizes: Sizes,
+    load: StageLoad,
+    *,
+    placement: Placement,
+    owners: int,
+    keep: bool,
+    activations: tuple[float, float] | None = None,
+) -> Held:
     """What a pipeline rank holds.
 
     Args:
@@ -95,6 +103,7 @@ def held(sizes: Sizes, load: StageLoad, *, placement: Placement, owners: int, ke
         placement: what is cut over the ranks that own pieces.
         owners: how many those are.
         keep: whether gathered weights and whole gradients stay through a step.
+        activations: what `activations_of` says, if it is known already.
     """
     numel, itemsize = sizes.numel, ITEMSIZES[sizes.dtype]
     master = ITEMSIZES[master_dtype(sizes.dtype)]
@@ -114,13 +123,14 @@ def held(sizes: Sizes, load: StageLoad, *, placement: Placement, owners: int, ke
     if placement.gradients:
         gradients = (piece + (count if keep else two_units)) * master
     owned = piece if placement.optimizer else count
-    activations, logits = _activations(sizes, load)
+    kept, logits = activations_of(sizes, load) if activations is None else activations
     # Unequal pieces are summed through a buffer of the whole unit.
     summed = largest * master if placement.optimizer and owners > 1 and not keep else 0.0
-    return Held(weights, gradients, 2 * owned * master, gathered, activations, logits, summed)
+    return Held(weights, gradients, 2 * owned * master, gathered, kept, logits, summed)
 
 
-def _activations(sizes: Sizes, load: StageLoad) -> tuple[float, float]:
+def activations_of(sizes: Sizes, load: StageLoad) -> tuple[float, float]:
+    """Bytes of activations, and of logits beside them."""
     layer, head = sizes.layer, sizes.head
     working = float(layer.backward + layer.input)
     if sizes.recompute == "none":

@@ -14,9 +14,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.layer.schedules import schedule
+from fourfold.errors import UserError
+from fourfold.layer.schedules import named, schedule
 from fourfold.program.actions import Action, Kind, Program
-from fourfold.program.clock import peak_activations
+from fourfold.specs import ScheduleName
+
+IN_A_V = ("zbv", "dualpipev")
+"""Schedules whose stages go down the ranks and up again."""
 
 Columns = NDArray[np.float64]
 """A row for each stage, a column for each set of durations."""
@@ -55,19 +59,6 @@ class Pipeline:
     """A schedule, its microbatches as they are."""
 
     order: Program
-
-    @cached_property
-    def in_flight(self) -> list[float]:
-        """The most microbatches of its share of the model that each rank keeps activations of."""
-        return peak_activations(self.order)
-
-    @cached_property
-    def stages_of_ranks(self) -> list[list[int]]:
-        """The stages of each rank."""
-        found: list[list[int]] = [[] for _ in self.order.ranks]
-        for stage, rank in enumerate(self.order.rank_of_segment):
-            found[rank].append(stage)
-        return found
 
     @cached_property
     def _nodes(self) -> list[_Node]:
@@ -126,10 +117,50 @@ def _needs(action: Action, last: int, number: dict[Action, int]) -> list[int] | 
     return None if -1 in found else found
 
 
+def stages_of_ranks(name: ScheduleName, ranks: int, layers: int) -> list[list[int]]:
+    """The stages of each rank under a schedule. Raises `UserError` where there are more than layers."""
+    chunks = name.stages_per_rank
+    assert chunks is not None, "a file and a search have their own stages"
+    if ranks * chunks > layers:
+        raise UserError(f"schedule {name} cuts {layers} layers into {ranks * chunks} stages")
+    if name.name in IN_A_V:
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    return [[chunk * ranks + rank for chunk in range(chunks)] for rank in range(ranks)]
+
+
+def in_flight(name: ScheduleName, ranks: int, microbatches: int) -> list[float]:
+    """The most microbatches of its share of the model that each rank keeps activations of.
+
+    A bound that is reached by most; `fourfold.program.clock.peak_activations` counts.
+    """
+    behind = range(ranks - 1, -1, -1)
+    match name.name:
+        case "1f1b":
+            depth = name.number or ranks
+            most = [1 + after * (depth - 1) / max(ranks - 1, 1) for after in behind]
+        case "interleaved":
+            chunks = name.number or 1
+            longest = -(-microbatches // max(microbatches // ranks, 1))
+            most = [(2 * after + (chunks - 1) * longest + 1) / chunks for after in behind]
+        case "zb-h1" | "zbv":
+            most = [float(ranks)] * ranks
+        case "zb-h2":
+            most = [2.0 * ranks - 1] * ranks
+        case "dualpipev":
+            most = [ranks + 0.5] * ranks
+        case _:
+            most = [float(microbatches)] * ranks
+    return [min(each, microbatches) for each in most]
+
+
 @lru_cache(maxsize=256)
 def pipeline(name: str, ranks: int, microbatches: int, layers: int) -> Pipeline:
     """Return a schedule by name. Raises `UserError` where it does not fit."""
-    return Pipeline(schedule(name, ranks=ranks, microbatches=microbatches, most_stages=layers))
+    found = ScheduleName.parse(name)
+    if found.is_file or found.name == "auto":
+        return Pipeline(schedule(found, ranks=ranks, microbatches=microbatches, most_stages=layers))
+    stages_of_ranks(found, ranks, layers)
+    return Pipeline(named(found, ranks, microbatches))
 
 
 def sizes(ranks: int, microbatches: int) -> tuple[int, int]:

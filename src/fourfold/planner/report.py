@@ -4,7 +4,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from fourfold.flops import Convention, model_flops
-from fourfold.planner.search import Plan, Question
+from fourfold.planner.plans import Plan, Question
 from fourfold.planner.step_time import StepTime
 from fourfold.program.actions import Kind
 from fourfold.specs import DataSection, ModelSection, OptimizerSection, RunSpec, TrainingSection

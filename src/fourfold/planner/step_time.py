@@ -10,10 +10,9 @@ bubble stands in for it. The update comes last, at the speed of memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
-from fourfold.outline import Step, blocks_of_stages
+from fourfold.outline import Step
 from fourfold.planner.compute import (
     OURS,
     BlockTimes,
@@ -24,8 +23,16 @@ from fourfold.planner.compute import (
     numel_of_blocks,
 )
 from fourfold.planner.machine import Machine
-from fourfold.planner.pipeline import Columns, StageSeconds, pipeline, pipeline_seconds, sizes, stage_array
-from fourfold.specs import Layout, ModelSpec, ScheduleName
+from fourfold.planner.pipeline import (
+    Columns,
+    StageSeconds,
+    pipeline,
+    pipeline_seconds,
+    stage_array,
+    stages_of_ranks,
+)
+from fourfold.planner.stages import Stage, closed_form, loads_of, stages_of
+from fourfold.specs import Layout
 from fourfold.traffic import Event
 
 OPTIMIZER_BYTES = 30
@@ -58,26 +65,6 @@ class StepTime:
     def total(self) -> float:
         """The whole step."""
         return sum(getattr(self, part.name) for part in fields(self))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a stage of a pipeline holds: so many layers, and whether the embedding or the head."""
-
-    layers: int
-    embed: bool
-    head: bool
-
-
-@lru_cache(maxsize=1024)
-def stages_of(spec: ModelSpec, sequence_length: int, stages: int) -> tuple[Stage, ...]:
-    """Each stage of a model, as `fourfold.outline` cuts it."""
-    counts = blocks_of_stages(spec, sequence_length, stages=stages)
-    last = len(counts) - 1
-    return tuple(
-        Stage(count - (index == 0) - (index == last), index == 0, index == last)
-        for index, count in enumerate(counts)
-    )
 
 
 def step_time(step: Step, machine: Machine, practice: Practice = OURS) -> StepTime:
@@ -170,20 +157,6 @@ class Laid:
         return self.data.once * self.most_layers + self.data.ends
 
 
-def loads_of(
-    stages: Sequence[Stage], stages_of_ranks: Sequence[Sequence[int]]
-) -> set[tuple[int, bool, bool]]:
-    """What the ranks of a pipeline have, each kind once: layers, and whether the embedding or the head."""
-    return {
-        (
-            sum(stages[index].layers for index in own),
-            any(stages[index].embed for index in own),
-            any(stages[index].head for index in own),
-        )
-        for own in stages_of_ranks
-    }
-
-
 def _over(stage: Stage, embed: Part, layer: Part, head: Part) -> Part:
     found = layer * stage.layers
     found = found + embed if stage.embed else found
@@ -209,11 +182,9 @@ class StepTimes:
     def laid(self, step: Step) -> Laid:
         """A step's parts. Raises `UserError` where the schedule does not fit."""
         layout, layers = step.layout, step.spec.num_hidden_layers
-        few = sizes(layout.pp, step.microbatches)[0]
-        if layout.pp == 1:
-            of_ranks: Sequence[Sequence[int]] = [[0]]
-        else:
-            of_ranks = pipeline(str(layout.schedule), layout.pp, few, layers).stages_of_ranks
+        of_ranks: Sequence[Sequence[int]] = [[0]]
+        if layout.pp > 1:
+            of_ranks = _stages_of_ranks(layout, step.microbatches, layers)
         stages = stages_of(step.spec, step.sequence_length, sum(map(len, of_ranks)))
         times = self.blocks(step)
         message = Event("send", "pp", step.sizes.stream, step.dtype)
@@ -329,50 +300,20 @@ class StepTimes:
         return self._added_up(laid, found)
 
 
+def _stages_of_ranks(layout: Layout, microbatches: int, layers: int) -> list[list[int]]:
+    """The stages of each pipeline rank."""
+    if layout.schedule.stages_per_rank is not None:
+        return stages_of_ranks(layout.schedule, layout.pp, layers)
+    order = pipeline(str(layout.schedule), layout.pp, microbatches, layers).order
+    found: list[list[int]] = [[] for _ in order.ranks]
+    for stage, rank in enumerate(order.rank_of_segment):
+        found[rank].append(stage)
+    return found
+
+
 def _columns(laid: Sequence[Laid]) -> tuple[StageSeconds, Columns]:
     of_stages = [[each.seconds(stage) for stage in each.stages] for each in laid]
     forward, backward, weights = (
         stage_array([[stage[part] for stage in stages] for stages in of_stages]) for part in range(3)
     )
     return StageSeconds(forward, backward, weights), stage_array([[each.send] for each in laid])[0]
-
-
-def closed_form(
-    schedule: ScheduleName,
-    count: int,
-    work: Sequence[float],
-    total: tuple[float, float],
-    *,
-    ranks: int,
-    chunks: int,
-    send: float,
-) -> float:
-    """Seconds of a pipeline; `fourfold.layer.schedules` says the bubble of each schedule.
-
-    With unequal ranks the slowest one works without pause, and the others' work on one microbatch is what
-    it waits for.
-
-    Args:
-        schedule: which.
-        count: microbatches.
-        work: of each kind of rank, the seconds of its share on one microbatch.
-        total: of all ranks, and of that the weight gradients.
-        ranks: of the pipeline, and ``chunks`` how many stages each has.
-        send: of a message.
-    """
-    most = max(work)
-    others = total[0] - most
-    others_later = total[1] * (ranks - 1) / ranks
-    hops = 2 * (ranks - 1) * send
-    match schedule.name:
-        case "interleaved" | "bfs":
-            bubble = others / chunks + hops * chunks
-        case "zb-h1" | "zb-h2":
-            bubble = others - 2 * others_later + hops
-        case "zbv" | "dualpipev":
-            bubble = max(0.0, others - 3 * others_later) + others_later / 2 + 2 * hops
-        case "1f1b" if schedule.number is None:
-            bubble = others + hops * (1 + (count - 1) / ranks)  # each microbatch waits for its messages
-        case _:
-            bubble = others + hops
-    return count * most + bubble

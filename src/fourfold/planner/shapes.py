@@ -1,0 +1,95 @@
+"""What the search enumerates, and what it knows of each choice before a step is made of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fourfold.outline import Step
+from fourfold.planner.compute import numel_of_blocks
+from fourfold.planner.fits import Held, Sizes, StageLoad, held
+from fourfold.planner.stages import Stage, loads_of
+from fourfold.specs import Layout
+from fourfold.specs.placement import Placement
+
+Way = tuple[int, int, str | None]
+"""dp, fsdp, and the placement by its name."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A choice of everything but how the Batch axis is placed."""
+
+    tp: int
+    cp: int
+    pp: int
+    rows: int
+    microbatches: int
+    schedule: str | None
+    recompute: str
+
+    def layout(self, dp: int = 1, fsdp: int = 1, placed: str | None = None) -> Layout:
+        """With a way to place the Batch axis."""
+        options = {"pp": self.schedule} if self.pp > 1 and self.schedule else {}
+        options |= {"fsdp": placed} if fsdp > 1 and placed else {}
+        return Layout(pp=self.pp, dp=dp, fsdp=fsdp, cp=self.cp, tp=self.tp, options=options)
+
+
+def block_sizes(step: Step) -> Sizes:
+    """What the memory of a step follows from."""
+    numel = numel_of_blocks(step.spec, step.layout.tp, step.layout.sequence_parallel(step.sequence_length))
+    return Sizes.of(step.sizes, numel, dtype=step.dtype, recompute=step.recompute.name)
+
+
+def fullest(
+    sizes: Sizes, pipeline: "RankLoads", placement: Placement, owners: int, *, keep: bool
+) -> tuple[Held, int]:
+    """What the pipeline rank holds that holds most, and which it is."""
+    found = [
+        (held(sizes, load, placement=placement, owners=owners, keep=keep), rank)
+        for load, rank in pipeline.heavy
+    ]
+    return max(found, key=lambda one: one[0].allocated)
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Seconds of blocks on one microbatch, forwards and backwards together."""
+
+    layer: float
+    layer_weights: float
+    embed: float
+    head: float
+    head_weights: float
+
+
+@dataclass(frozen=True)
+class RankLoads:
+    """What the ranks of a pipeline have: each kind once, and those that may hold most memory."""
+
+    kinds: set[tuple[int, bool, bool]]
+    heavy: list[tuple[StageLoad, int]]
+    chunks: int
+
+    @classmethod
+    def of(
+        cls, stages: Sequence[Stage], of_ranks: Sequence[Sequence[int]], in_flight: Sequence[float]
+    ) -> "RankLoads":
+        """From the stages, which of them each rank has, and how many microbatches are in flight on it."""
+        loads = []
+        for rank, own in enumerate(of_ranks):
+            held_there = [stages[index] for index in own]
+            loads.append(
+                StageLoad(
+                    sum(stage.layers for stage in held_there),
+                    any(stage.embed for stage in held_there),
+                    any(stage.head for stage in held_there),
+                    in_flight[rank],
+                )
+            )
+        most = max(range(len(loads)), key=lambda rank: loads[rank].layers * loads[rank].in_flight)
+        widest = max(range(len(loads)), key=lambda rank: loads[rank].layers)
+        heavy = {0, len(loads) - 1, most, widest}
+        return cls(
+            loads_of(stages, of_ranks),
+            [(loads[rank], rank) for rank in sorted(heavy)],
+            len(stages) // len(loads),
+        )
