@@ -149,6 +149,19 @@ def test_a_terminal_has_one_live_line_and_keeps_its_cursor(tmp_path: Path):
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
+def test_a_long_wait_is_shown_on_a_terminal_only(tmp_path: Path):
+    with reporter(tmp_path, terminal=True) as report:
+        report.wait("saving", 10**9, 4 * 10**9, 1.9)
+        assert "saving" not in shown(report), "not long"
+        report.wait("saving", 10**9, 4 * 10**9, 2.0)
+        report.wait("saving", 2 * 10**9, 4 * 10**9, 2.0)
+    assert "saving: 1.00 of 4.00 GB  0.50 GB/s  0:06 left" in shown(report)
+    assert "2.00 of" not in shown(report), "not too often"
+    with reporter(tmp_path) as report:
+        report.wait("saving", 10**9, 4 * 10**9, 9.0)
+    assert not shown(report)
+
+
 def test_a_full_disk_stops_the_run(tmp_path: Path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     message = r"cannot write .*metrics\.jsonl: No space left on device"
