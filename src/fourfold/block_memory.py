@@ -2,8 +2,8 @@
 
 [Note: what a tape holds] Of T tokens with C channels, H query and K key/value heads of D, and F channels in
 the feed-forward, a layer keeps: its input and the stream between attention and feed-forward, and what enters
-either branch, the norms' outputs (4 C in all); q, k and v as attention reads them, and its output; four
-tensors of the feed-forward (the two projections, the activation and the product), 4 F. In float32 or higher
+either branch, the norms' outputs (4 C in all); q, k and v as attention reads them, and its output; three
+tensors of the feed-forward (the two projections and the product), 3 F. In float32 or higher
 it keeps a number a token for each norm, and one a token and head for attention. With norms on q and k, what
 those read comes on top. The head keeps its input, the norm's output, and the logits of one chunk. Rotary
 angles are shared by all layers, labels lie in the batch, and the weights are no part of a tape.
@@ -192,7 +192,7 @@ class BlockSizes:
         """A layer. Most is held where the product of the feed-forward is made, or goes back."""
         is_cut = self.tp > 1
         entered = self.stream if self.gathered_twice else self.entered
-        tape = 2 * self.stream + 2 * entered + 2 * self.norm_numbers + self.attention + 4 * self.inner
+        tape = 2 * self.stream + 2 * entered + 2 * self.norm_numbers + self.attention + 3 * self.inner
         # What a branch gives, and with sequence parallelism a copy of it in parts, until it is summed.
         leaving = (
             2 * self.entered if self.sequence_parallel else self.entered if is_cut else 0

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.memory import tokens_of_logits
@@ -13,6 +12,7 @@ from fourfold.models.batch import Microbatch
 from fourfold.models.loss import cross_entropy_sum, sum_over_chunks
 from fourfold.models.norm import RMSNorm
 from fourfold.models.rope import Rotary, rotate
+from fourfold.models.swiglu import swiglu
 from fourfold.specs import ModelSpec
 
 
@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Return (B, S, C)."""
-        return self.down_proj(F.silu(self.gate_proj(x_BSC)) * self.up_proj(x_BSC))
+        return self.down_proj(swiglu(self.gate_proj(x_BSC), self.up_proj(x_BSC)))
 
 
 class DecoderLayer(nn.Module):
