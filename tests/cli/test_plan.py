@@ -42,6 +42,15 @@ def test_json() -> None:
     assert first["tokens_per_second_per_device"] == pytest.approx(tokens)
 
 
+def test_a_budget_of_tokens_is_answered() -> None:
+    answers = json.loads(run("--tokens", "1e9", "--json"))["answers"]
+    assert answers["tokens"].startswith("1e+09 tokens: 3,815 steps, ")
+    alone = ["plan", "--model", "tiny", "--gpus", "1xL4", "--sequence", "64", "--batch", "1", "--days", "3"]
+    result = CliRunner().invoke(app, alone)
+    assert result.exit_code == 2
+    assert "--days needs --tokens" in result.output
+
+
 def test_mistakes_are_reported_together() -> None:
     words = ["plan", "--model", "lama3-8b", "--gpus", "8xH101-80GB", "--sequence", "0", "--batch", "8"]
     result = CliRunner().invoke(app, words)

@@ -26,6 +26,18 @@ def plan(
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="What fourfold bench measured.")] = None,
     dtype: Annotated[str, typer.Option(help="Of computation.")] = "bfloat16",
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens to train on: days and GPU-hours, e.g. 15e12.")
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option(help="With --tokens: the fewest devices that are done by then.")
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="What one more knob would give: float8, memory, network.")
+    ] = False,
+    limits: Annotated[
+        bool, typer.Option("--limits", help="The longest sequence and the deepest model that fit.")
+    ] = False,
     top: Annotated[int, typer.Option(help="How many plans are shown.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the first plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -38,12 +50,14 @@ def plan(
     )
     if top < 1:
         raise UserError(f"--top {top} is too small: use 1 or more")
-    search = Search(asked)
-    found = search.run()
+    if days is not None and tokens is None:
+        raise UserError("--days needs --tokens: how many tokens are to be done by then, e.g. --tokens 1e12")
+    found = Search(asked).run()
+    answers = _answers(found, asked, tokens=tokens, days=days, what_if=what_if, limits=limits)
     if as_json:
-        typer.echo(json.dumps(_json(found, asked, model, top)))
+        typer.echo(json.dumps(_json(found, asked, model, top) | {"answers": answers}))
     else:
-        typer.echo(text(found, asked, model, top))
+        typer.echo("\n".join([text(found, asked, model, top), *answers.values()]))
     if out is not None:
         from fourfold.planner.report import run_of
 
@@ -185,6 +199,49 @@ def _memory(best: "Plan", asked: "Question") -> str:
 def _counts(found: "Found") -> str:
     dropped = ", ".join(f"{count:,} {why}" for why, count in found.dropped.most_common())
     return f"{found.tried:,} layouts looked at; dropped: {dropped}"
+
+
+def _answers(
+    found: "Found",
+    asked: "Question",
+    *,
+    tokens: float | None,
+    days: float | None,
+    what_if: bool,
+    limits: bool,
+) -> dict[str, str]:
+    """What was asked beside the best layout, a sentence each."""
+    from fourfold.planner import questions
+    from fourfold.planner.search import Search
+
+    answers = {}
+    best = found.plans[0]
+    if tokens is not None:
+        spent = questions.cost(best, tokens)
+        answers["tokens"] = (
+            f"{tokens:.4g} tokens: {spent.steps:,} steps, {spent.days:,.1f} days, "
+            f"{spent.device_hours:,.0f} GPU-hours"
+        )
+    if tokens is not None and days is not None:
+        enough = questions.fewest_devices(asked, tokens, days)
+        answers["days"] = (
+            f"no number of devices that this batch can be cut for is done in {days:g} days"
+            if enough is None
+            else f"done in {days:g} days: {enough.plan.step.layout.world_size:,} devices "
+            f"({enough.plan.step.layout}, {enough.days:,.1f} days)"
+        )
+    if what_if:
+        for name, other in questions.knobs(asked):
+            plan = Search(other).run().plans[0]
+            gain = best.time.total / plan.time.total - 1
+            answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.step.layout})"
+    if limits:
+        answers["longest"] = (
+            f"the longest sequence that fits: {questions.longest_sequence(asked):,} tokens "
+            f"(powers of two, {asked.batch * asked.sequence_length:,} tokens a step)"
+        )
+        answers["deepest"] = f"the most layers of this width that fit: {questions.deepest_model(asked):,}"
+    return answers
 
 
 def _json(found: "Found", asked: "Question", model: str, top: int) -> dict[str, object]:

@@ -8,7 +8,10 @@ from fourfold.planner.plans import Plan, Question
 from fourfold.planner.search import Search
 
 MOST_DOUBLINGS = 12
-"""How often a number of devices, of tokens or of layers is doubled in search of an end."""
+"""How often a number of devices or of tokens is doubled in search of an end."""
+
+DEEPEST = 8
+"""Times as many layers as the model has are looked at, at most."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,17 @@ def longest_sequence(asked: Question) -> int:
 
 
 def deepest_model(asked: Question) -> int:
-    """How many layers of the model's width fit, and no more; 0 where not even one does."""
+    """How many layers of the model's width fit, `DEEPEST` times its own at most; 0 where not one does."""
 
     def fits(layers: int) -> bool:
         spec = asked.spec.replace({"num_hidden_layers": layers})
         return Search(replace(asked, spec=spec)).anything_fits()
 
-    most = asked.spec.num_hidden_layers
-    for _ in range(MOST_DOUBLINGS):
-        if not fits(2 * most):
-            break
+    layers = most = asked.spec.num_hidden_layers
+    while most < DEEPEST * layers and fits(2 * most):
         most *= 2
+    if most == DEEPEST * layers:
+        return most
     low, high = (0, most) if not fits(most) else (most, 2 * most)
     while high - low > 1:
         middle = (low + high) // 2
