@@ -27,6 +27,7 @@ from fourfold.planner.calibration import (
 )
 from fourfold.planner.machine import Level, Machine, MeasuredCollective
 from fourfold.planner.simulation_loads import simulate_step
+from fourfold.planner.step_time import step_time
 from fourfold.program import Kind
 from fourfold.specs import Layout, ModelSpec
 from tests.ranks import RankPool
@@ -86,6 +87,12 @@ def test_measured_blocks_stand_in_place_of_formulas() -> None:
     assert found.parts[0]["compute"] == pytest.approx(layers * 0.040, rel=1e-3)
     elements = TINY.num_parameters
     assert found.parts[0]["optimizer"] == pytest.approx(0.5 * elements / 10)
+
+
+def test_the_planners_own_prediction_takes_them_too() -> None:
+    """And ranks that share a core take that much longer."""
+    found = step_time(step("dp4"), cpu(blocks=blocks(), ranks_per_device=2.0))
+    assert found.compute == pytest.approx(2 * TINY.num_hidden_layers * 0.040, rel=1e-3)
 
 
 def test_halves_of_a_backward_are_measured_apart() -> None:

@@ -17,6 +17,8 @@ from fourfold.flops import flops_of_a_pair, row_pairs
 from fourfold.memory import tokens_of_logits
 from fourfold.outline import Step, block_of, decoder_cuts
 from fourfold.planner.machine import Machine
+from fourfold.planner.measured_blocks import measured_seconds
+from fourfold.program.actions import Kind
 from fourfold.specs import AXES, Layout, ModelSpec
 from fourfold.traffic import Event
 
@@ -124,7 +126,32 @@ def block_times(step: Step, machine: Machine, practice: Practice = OURS) -> Bloc
         batch=step.rows,
         microbatches=1,
     )
-    return _Blocks(one, machine, practice).times()
+    found = _Blocks(one, machine, practice).times()
+    if not machine.blocks or practice.compiled or practice.products:
+        return found
+    return BlockTimes(
+        *(_measured(one, machine, block, found.of(block)) for block in ("embed", "layer", "head"))
+    )
+
+
+def _measured(step: Step, machine: Machine, block: str, times: BlockTime) -> BlockTime:
+    """What was measured of a block in place of the formulas.
+
+    A forward that runs again takes the share of a forward's time that the formulas give it.
+    """
+
+    def put(part: Part, kind: Kind, share: float = 1.0) -> Part:
+        seconds = measured_seconds(step, machine, block, kind)
+        return part if seconds is None else replace(part, compute=seconds * share, launch=0.0)
+
+    forward = times.forward.compute + times.forward.launch
+    again = (times.again.compute + times.again.launch) / forward if forward else 1.0
+    return BlockTime(
+        put(times.forward, Kind.FORWARD),
+        put(times.again, Kind.FORWARD, again),
+        put(times.backward, Kind.BACKWARD),
+        put(times.weights, Kind.WEIGHT_GRADIENT),
+    )
 
 
 def _inside(layout: Layout) -> Layout:

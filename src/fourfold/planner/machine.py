@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError, nearest
-from fourfold.planner.calibration import MeasuredAttention, MeasuredBlock, MeasuredUpdate
+from fourfold.planner.calibration import BlockTable, MeasuredAttention, MeasuredBlock, MeasuredUpdate
 from fourfold.traffic import Event
 from fourfold.traffic import seconds as formula_seconds
 
@@ -203,6 +203,11 @@ class Machine:
     def _measured_collective(self, event: Event, ranks: int, near: int) -> float | None:
         table = self._collective_table.get((event.op, ranks, near))
         return None if table is None else _interpolated(table, max(event.bytes, 1))
+
+    @cached_property
+    def block_table(self) -> BlockTable:
+        """What was measured of whole blocks, to look up."""
+        return BlockTable(self.blocks, self.attentions, self.updates)
 
     @cached_property
     def _collective_table(self) -> dict[tuple[str, int, int], list[tuple[float, float]]]:

@@ -8,9 +8,9 @@ from math import log
 from fourfold.events import RankEvents, SegmentCosts
 from fourfold.explain import channel_costs, sequence_costs
 from fourfold.outline import Outline, Step
-from fourfold.planner.calibration import BlockTable, shape_of_block
 from fourfold.planner.compute import OURS, BlockTime, Part, Practice, block_times, collective
 from fourfold.planner.machine import Machine
+from fourfold.planner.measured_blocks import measured_seconds
 from fourfold.planner.simulated import COMPUTING, Devices, Phase, Simulation
 from fourfold.planner.simulation import simulate
 from fourfold.planner.step_time import OPTIMIZER_BYTES
@@ -113,7 +113,7 @@ class Loads:
         if action.kind is not Kind.UPDATE:
             return sending
         owned = sum(unit.piece for unit in self._units[rank].values())
-        seconds = self._table.update_seconds(owned)
+        seconds = self._machine.block_table.update_seconds(owned)
         if seconds is None:
             seconds = self._machine.memory_seconds(owned * OPTIMIZER_BYTES)
         return (*sending, Phase(COMPUTING, seconds * slower, 1.0))
@@ -147,13 +147,9 @@ class Loads:
                 found.setdefault((row.op, row.ranks), []).append((row.bytes, row.busy))
         return found
 
-    @cached_property
-    def _table(self) -> BlockTable:
-        return BlockTable(self._machine.blocks, self._machine.attentions, self._machine.updates)
-
 
 def _parts(step: Step, machine: Machine, block: str, times: BlockTime) -> dict[Kind, Part]:
-    """What each kind of action takes on a block: measured, or else by formula."""
+    """What each kind of action takes on a block."""
     found = {
         Kind.FORWARD: times.forward,
         Kind.RECOMPUTE: times.again,
@@ -161,39 +157,7 @@ def _parts(step: Step, machine: Machine, block: str, times: BlockTime) -> dict[K
         Kind.INPUT_GRADIENT: times.backward + times.weights * -1.0,
         Kind.WEIGHT_GRADIENT: times.weights,
     }
-    table = BlockTable(machine.blocks, machine.attentions)
-    for kind, part in found.items():
-        measured = Kind.FORWARD if kind is Kind.RECOMPUTE else kind
-        seconds = _measured(step, table, block, measured)
-        if seconds is not None:
-            found[kind] = replace(part, compute=seconds, launch=0.0)
+    half = measured_seconds(step, machine, block, Kind.INPUT_GRADIENT)
+    if half is not None:  # the halves take more than the whole
+        found[Kind.INPUT_GRADIENT] = replace(times.backward, compute=half, launch=0.0)
     return found
-
-
-def _measured(step: Step, table: BlockTable, block: str, kind: Kind) -> float | None:
-    """A measured action on a block as a rank of cp and tp computes it; None where it was not measured.
-
-    A part of a row was measured as a row of its own, whose tokens see only themselves. Attention is put
-    right: over all tokens with a part of the heads, which is as much work as a ring's.
-    """
-    layout, sizes = step.layout, step.sizes
-    sequence = max(1, step.sequence_length // layout.cp)
-    shape = shape_of_block(step.spec, block, tp=layout.tp)
-    seconds = table.block_seconds(
-        block, str(kind), shape, rows=step.rows, sequence=sequence, dtype=step.dtype
-    )
-    if seconds is None or block != "layer" or layout.cp == 1 or kind is Kind.WEIGHT_GRADIENT:
-        return seconds
-    back = kind is not Kind.FORWARD
-    whole, own = (
-        table.attention_seconds(
-            rows=step.rows,
-            sequence=length,
-            heads=heads,
-            head_dim=step.spec.head_dim,
-            dtype=step.dtype,
-            backward=back,
-        )
-        for length, heads in ((step.sequence_length, sizes.heads / layout.cp), (sequence, sizes.heads))
-    )
-    return seconds if whole is None or own is None else seconds + whole - own
