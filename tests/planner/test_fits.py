@@ -1,11 +1,11 @@
 """What the planner says of memory, against the walk over the program."""
 
 import pytest
-from fourfold.planner.plans import Question
 
 from fourfold.explain import explain
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
+from fourfold.planner.plans import Question
 from fourfold.planner.search import Search
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
@@ -46,3 +46,12 @@ def test_the_closed_form_agrees_with_the_walk(layout: str, microbatches: int, re
     predicted = Search(Question(SPEC, machine("H100-80GB"), 8, 4096, 32)).plan(step).memory.allocated
     walked = max(memory.peak for memory in explain(step).memory)
     assert -0.05 < predicted / walked - 1 < 0.15
+
+
+def test_both_ends_of_a_pipeline_hold_a_tied_embedding() -> None:
+    tied = SPEC.replace({"tie_word_embeddings": True, "num_hidden_layers": 8})
+    step = Step(tied, Layout.parse("pp4"), 8, 1024, 8, "bfloat16", recompute=RecomputeName("full"))
+    predicted = Search(Question(tied, machine("H100-80GB"), 4, 1024, 8)).plan(step)
+    walked = [memory.peak for memory in explain(step).memory]
+    assert walked[-1] > 1.5 * walked[1]
+    assert abs(predicted.memory.allocated / max(walked) - 1) < 0.05

@@ -47,6 +47,7 @@ class Sizes:
         numel: parameters of each kind of block on a rank of tp.
         dtype: of computation.
         recompute: ``none``, ``selective`` or ``full``.
+        tied: whether the head's weight is the embedding's, which both ends of a pipeline then hold.
     """
 
     embed: BlockMemory
@@ -55,11 +56,13 @@ class Sizes:
     numel: dict[str, int]
     dtype: str
     recompute: str
+    tied: bool
 
     @classmethod
     def of(cls, sizes: BlockSizes, numel: dict[str, int], *, dtype: str, recompute: str) -> "Sizes":
         """From the sizes of blocks."""
-        return cls(sizes.embed(), sizes.layer(), sizes.head(), numel, dtype, recompute)
+        tied = sizes.spec.tie_word_embeddings
+        return cls(sizes.embed(), sizes.layer(), sizes.head(), numel, dtype, recompute, tied)
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,11 @@ def held(
     """
     numel, itemsize = sizes.numel, ITEMSIZES[sizes.dtype]
     master = ITEMSIZES[master_dtype(sizes.dtype)]
-    ends = numel["embed"] * load.embed + numel["head"] * load.head
+    has_table = load.embed or (load.head and sizes.tied)
+    ends = numel["embed"] * has_table + numel["head"] * load.head
     count = numel["layer"] * load.layers + ends
     piece = count / owners
-    largest = max(numel["layer"], numel["embed"] * load.embed, numel["head"] * load.head)
+    largest = max(numel["layer"], numel["embed"] * has_table, numel["head"] * load.head)
     two_units = numel["layer"] + largest if load.layers > 1 else count
     weights = gathered = 0.0
     if placement.weights:
