@@ -51,7 +51,8 @@ def tables(found: Mapping[str, Any]) -> str:
         f"(median), {sweep['regret_90th_percentile']:.0%} (90th percentile).",
         "",
         f"Memory: {memory['peaks']['rows']} published peaks, mean error {memory['peaks']['mean']:.0%}, "
-        f"median {memory['peaks']['median']:.0%}, bias {memory['peaks']['bias']:+.0%}. Runs out of memory: {told}.",
+        f"median {memory['peaks']['median']:.0%}, bias {memory['peaks']['bias']:+.0%}. "
+        f"Runs out of memory: {told}.",
         "",
         f"FLOPs: of {flops['rows']} rows that publish both a rate in tokens and one in FLOPs, "
         f"{flops['within_1_percent']:.1%} agree with ours within 1%, by the row's own convention.",
