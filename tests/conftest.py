@@ -1,14 +1,20 @@
 """Fixtures of all tests."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 from tests.ranks import RankPool
 
 # Like the rank processes of the tests: several that use all cores would wait for each other.
 torch.set_num_threads(1)
+
+# Every CliRunner().invoke(app) would make all commands from their functions again, a tenth of a second.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session")

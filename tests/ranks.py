@@ -144,7 +144,7 @@ class _Rank:
         self._output = folder / f"output-{index}"
         self._stacks = folder / f"stacks-{index}"
         self.connection, theirs = Pipe()
-        self._process = _context().Process(
+        self._process = warm_context().Process(
             target=_serve, args=(theirs, index, str(self._output), str(self._stacks)), daemon=True
         )
         self._process.start()
@@ -200,12 +200,22 @@ class _Rank:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
 
 
+# Importing these takes a second or more each: the first optimizer of a process imports torch._dynamo, a run
+# draws its pictures at the end.
+SLOW_IMPORTS = ("torch", "torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg")
+TRANSFORMERS = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+)
+
+
 @functools.cache
-def _context() -> ForkServerContext:
-    """Start new ranks as copies of a process that has imported torch already, which takes seconds."""
+def warm_context() -> ForkServerContext:
+    """Start new processes as copies of one that has imported torch already, which takes seconds."""
     context = get_context("forkserver")
-    # The first optimizer of a process would import torch._dynamo, which takes seconds as well.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "fourfold.training", "fourfold.verify"])
+    ours = ["fourfold.training", "fourfold.verify", "fourfold.cli.train_rank"]
+    # A whole suite imports transformers; the tests of one file mostly do not need to wait for it.
+    theirs = ["transformers", *TRANSFORMERS] if "transformers" in sys.modules else []
+    context.set_forkserver_preload([*SLOW_IMPORTS, *ours, *theirs])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -11,8 +10,9 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from fourfold.checkpoint import load_checkpoint
 from fourfold.cli import app
 from fourfold.specs import ModelSpec, RunSpec
 from tests.cli.test_commands import RUN
+from tests.commands import Command, joined
 
 SECONDS_TO_END = 60.0
 
@@ -34,19 +35,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(
-    folder: Path, *arguments: str, limit: Callable[[], None] | None = None, **variables: str
-) -> subprocess.Popen[str]:
-    environment = {**os.environ, "FOURFOLD_CACHE": str(folder / "cache"), **variables}
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command as a user does."""
     return subprocess.Popen(
         [sys.executable, "-m", "fourfold", *arguments],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **cache_of(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=limit,
     )
+
+
+def cache_of(folder: Path) -> dict[str, str]:
+    return {"FOURFOLD_CACHE": str(folder / "cache")}
+
+
+def start_joined(folder: Path, *arguments: str, **places: Any) -> list[Command]:
+    return joined(folder, *arguments, variables=cache_of(folder), **places)
+
+
+def trained(folder: Path, *arguments: str) -> tuple[list[int | None], list[str], list[str]]:
+    """Train on two ranks of a joined job; return exit statuses, outputs and errors by rank."""
+    ranks = start_joined(folder, "train", "run.toml", *arguments)
+    outputs, errors = zip(*(rank.communicate(SECONDS_TO_END) for rank in ranks), strict=True)
+    return [rank.returncode for rank in ranks], list(outputs), list(errors)
+
+
+def trained_alone(folder: Path, *arguments: str, **limits: int) -> tuple[int | None, str, str]:
+    """Train on one rank; return exit status, output and errors."""
+    run = Command(folder, ["train", "run.toml", "--layout", "dp1", *arguments], cache_of(folder), **limits)
+    output, errors = run.communicate(SECONDS_TO_END)
+    return run.returncode, output, errors
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +129,11 @@ def test_the_sample_is_what_the_run_printed(finished: tuple[Path, str]):
 def test_a_sharded_run_leaves_the_weights_of_one_that_is_not(finished: tuple[Path, str], folder: Path):
     """The same files, whole weights in the checkpoint, and the gathers in the program."""
     options = ["folder=sharded", "sample.tokens=8", "sample.prompt=def main"]
-    run = start(
-        folder, "train", "run.toml", "--layout", "fsdp2", *(word for o in options for word in ("--set", o))
+    statuses, outputs, errors = trained(
+        folder, "--layout", "fsdp2", *(word for option in options for word in ("--set", option))
     )
-    output, errors = run.communicate(timeout=120)
-    assert (run.returncode, errors) == (0, "")
-    assert "\nsample, temperature 0.8:\n\ndef main" in output
+    assert (statuses, errors) == ([0, 0], ["", ""])
+    assert "\nsample, temperature 0.8:\n\ndef main" in outputs[0]
     replicated, _ = finished
     sharded = folder / "sharded"
     assert {path.name for path in sharded.iterdir()} == {path.name for path in replicated.iterdir()}
@@ -145,29 +164,27 @@ def losses_of(folder: Path) -> list[tuple[int, str, float]]:
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> list[tuple[int, str, float]]:
     """The losses of a run of eight steps that nothing happens to."""
-    whole = start(folder, "train", "run.toml", *settings_of("folder=whole"))
-    whole.communicate(timeout=120)
-    assert whole.returncode == 0
+    assert trained(folder, *settings_of("folder=whole"))[0] == [0, 0]
     return losses_of(folder / "whole")
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(folder: Path, undisturbed: list[tuple[int, str, float]]):
     """The same losses, bit for bit: batches, learning rate, weights and moments are those of step 4."""
-    run = start(folder, "train", "run.toml", *settings_of("folder=cut", "training.steps=100000"))
+    ranks = start_joined(folder, "train", "run.toml", *settings_of("folder=cut", "training.steps=100000"))
     wait_until(lambda: (folder / "cut" / "checkpoints" / "step-000004").exists())
-    for rank in children(run.pid):
-        os.kill(rank, signal.SIGKILL)
-    run.communicate(timeout=SECONDS_TO_END)
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.communicate(SECONDS_TO_END)
     for path in (folder / "cut" / "checkpoints").iterdir():
         if path.name > "step-000004":
             shutil.rmtree(path)  # it may have come some steps further
     (folder / "cut" / "checkpoints" / "step-000006.part").mkdir()
     with (folder / "cut" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "lo')
-    resumed = start(folder, "train", "run.toml", *settings_of("folder=cut"), "--resume")
-    output, errors = resumed.communicate(timeout=120)
-    assert (resumed.returncode, errors) == (0, "")
-    assert "\ngoing on after step 4\n" in output
+    statuses, outputs, errors = trained(folder, *settings_of("folder=cut"), "--resume")
+    assert (statuses, errors) == ([0, 0], ["", ""])
+    assert "\ngoing on after step 4\n" in outputs[0]
     assert losses_of(folder / "cut") == undisturbed
     names = {path.name for path in (folder / "cut" / "checkpoints").iterdir()}
     assert names == {f"step-00000{step}" for step in (2, 4, 6, 8)}
@@ -176,16 +193,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(folder: Path, undisturbed: 
 def test_a_run_goes_on_on_another_layout_and_only_as_itself(
     folder: Path, undisturbed: list[tuple[int, str, float]]
 ):
-    there = start(folder, "train", "run.toml", *settings_of("folder=first", "training.steps=4"))
-    there.communicate(timeout=120)
+    assert trained(folder, *settings_of("folder=first", "training.steps=4"))[0] == [0, 0]
     asked = settings_of("folder=first")
     before = (folder / "first" / "run.toml").read_text()
-    other = start(
-        folder, "train", "run.toml", *asked, "--resume", "--set", "seed=7", "--set", "model.rope_theta=9"
+    statuses, _, errors = trained(
+        folder, *asked, "--resume", "--set", "seed=7", "--set", "model.rope_theta=9"
     )
-    output, errors = other.communicate(timeout=120)
-    assert other.returncode == 2
-    lines = dict.fromkeys(line.partition("error: ")[2] for line in errors.splitlines())
+    assert statuses == [2, 2]
+    lines = dict.fromkeys(line.partition("error: ")[2] for line in errors[0].splitlines())
     assert list(lines) == [
         "first/checkpoints/step-000004 is of another run: undo these changes, or start a new run without "
         "--resume",
@@ -193,16 +208,14 @@ def test_a_run_goes_on_on_another_layout_and_only_as_itself(
         "seed: the checkpoint has 0, the run 7",
     ]
     assert (folder / "first" / "run.toml").read_text() == before
-    resumed = start(folder, "train", "run.toml", *asked, "--resume", "--layout", "tp2")
-    assert resumed.communicate(timeout=120)[1] == ""
+    assert trained(folder, *asked, "--resume", "--layout", "tp2")[2] == ["", ""]
     assert RunSpec.load(folder / "first" / "run.toml").layout.tp == 2
     mine = [line for line in losses_of(folder / "first") if line[:2] != (4, "evaluation_loss")]
     for one, two in zip(mine, undisturbed, strict=True):
         assert one[:2] == two[:2]
         assert one[2] == pytest.approx(two[2], rel=1e-3)
-    again = start(folder, "train", "run.toml", *asked, "--resume", "--layout", "dp1")
-    output, errors = again.communicate(timeout=120)
-    assert (again.returncode, errors) == (0, "")
+    status, output, error = trained_alone(folder, *asked, "--resume")
+    assert (status, error) == (0, "")
     assert output.endswith("nothing is left to do: give a larger training.steps to go on\n")
 
 
@@ -226,13 +239,9 @@ def test_a_killed_rank_ends_the_run(folder: Path):
 
 
 def test_a_full_disk_ends_the_run(folder: Path):
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    asked = ("--layout", "dp1", "--set", "training.steps=100000", "--set", "folder=full")
-    run = start(folder, "train", "run.toml", *asked, limit=small_files)
-    _, errors = run.communicate(timeout=SECONDS_TO_END)
-    assert (run.returncode, errors) == (1, "error: cannot write full/metrics.jsonl: File too large\n")
+    asked = ("--set", "training.steps=100000", "--set", "folder=full")
+    status, _, errors = trained_alone(folder, *asked, largest_file_bytes=4096)
+    assert (status, errors) == (1, "error: cannot write full/metrics.jsonl: File too large\n")
 
 
 def test_a_port_in_use(folder: Path):
@@ -245,8 +254,8 @@ def test_a_port_in_use(folder: Path):
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
         }
-        run = start(folder, "verify", "--model", "tiny", "--layout", "dp2", **job)
-        _, errors = run.communicate(timeout=SECONDS_TO_END)
+        run = Command(folder, ["verify", "--model", "tiny", "--layout", "dp2"], {**cache_of(folder), **job})
+        _, errors = run.communicate(SECONDS_TO_END)
     assert run.returncode == 2
     assert errors == (
         f"rank 0: error: port {port} on localhost is in use: rank 0 needs it to meet the other ranks; "
@@ -279,22 +288,6 @@ def test_torchrun_starts_the_ranks(folder: Path):
     assert sorted(path.name for path in folder.glob("joined*")) == ["joined"]
 
 
-def start_joined(
-    folder: Path, *arguments: str, each: Sequence[Sequence[str]] = ((), ()), local: bool = True
-) -> list[subprocess.Popen[str]]:
-    """Start two ranks of a job as torchrun does, on one machine or on one each, each with its own words."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = []
-    for rank, own in enumerate(each):
-        place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-        if local:
-            place = {"LOCAL_RANK": str(rank)}
-        ranks.append(start(folder, *arguments, *own, RANK=str(rank), **job, **place))
-    return ranks
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_of_a_joined_job(folder: Path, killed: int):
     name = f"killed-joined-{killed}"
@@ -304,8 +297,8 @@ def test_a_killed_rank_of_a_joined_job(folder: Path, killed: int):
     metrics = folder / name / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     ranks[killed].kill()
-    _, errors = ranks[1 - killed].communicate(timeout=SECONDS_TO_END)
-    ranks[killed].communicate()
+    _, errors = ranks[1 - killed].communicate(SECONDS_TO_END)
+    ranks[killed].communicate(SECONDS_TO_END)
     assert ranks[1 - killed].returncode == 1
     [message] = errors.splitlines()
     start_of_it = rf"error: rank {1 - killed} lost the connection to another rank (?:in|after) step (\d+)"
@@ -317,9 +310,9 @@ def test_a_killed_rank_of_a_joined_job(folder: Path, killed: int):
 def test_a_bad_corpus_of_a_joined_job(folder: Path):
     (folder / "bad.parquet").write_bytes(b"PAR1 not really PAR1")
     asked = ("--set", "data.source=bad.parquet", "--set", "folder=bad")
-    ranks = start_joined(folder, "train", "run.toml", *asked)
-    errors = [rank.communicate(timeout=SECONDS_TO_END)[1].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 1]
+    statuses, _, told = trained(folder, *asked)
+    errors = [text.splitlines() for text in told]
+    assert statuses == [2, 1]
     assert errors[0][-1].startswith("rank 0: error: bad.parquet is not a readable Parquet file")
     assert len(errors[0]) == 2, "and the line that tokenizing started"
     assert errors[1] == ["rank 1: error: rank 0 failed"]
@@ -330,7 +323,7 @@ def errors_on_two_machines(folder: Path, *own: str) -> list[list[str]]:
     """Train on two machines with a corpus each, and return what each rank says is wrong."""
     each = [["--set", f"data.source=machine-{rank}.txt", *(own if rank else ())] for rank in range(2)]
     ranks = start_joined(folder, "train", "run.toml", "--set", "folder=machines", each=each, local=False)
-    errors = [rank.communicate(timeout=SECONDS_TO_END)[1].splitlines() for rank in ranks]
+    errors = [rank.communicate(SECONDS_TO_END)[1].splitlines() for rank in ranks]
     return [[line for line in lines if not line.startswith("tokenizing")] for lines in errors]
 
 
@@ -354,11 +347,11 @@ def test_what_machines_have_to_agree_on(folder: Path):
 
 def test_a_run_that_diverges_leaves_its_pictures(folder: Path):
     asked = ("optimizer.schedule=constant", "optimizer.learning_rate=1e30", "folder=diverged")
-    run = start(folder, "train", "run.toml", *(word for value in asked for word in ("--set", value)))
-    _, errors = run.communicate(timeout=SECONDS_TO_END)
-    assert run.returncode == 1
-    [message] = errors.splitlines()
-    assert message.startswith("error: step 2 is not finite; no weight was changed by it: ")
+    statuses, _, errors = trained(folder, *(word for value in asked for word in ("--set", value)))
+    assert statuses == [1, 1]
+    for rank, text in enumerate(errors):
+        [message] = text.splitlines()
+        assert message.startswith(f"rank {rank}: error: step 2 is not finite; no weight was changed by it: ")
     left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
     assert {path.name for path in (folder / "diverged").iterdir()} == left
     last = json.loads((folder / "diverged" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -374,9 +367,8 @@ def test_a_last_step_that_breaks_the_weights_keeps_no_checkpoint(folder: Path):
         "folder=broken",
     )
     settings = [word for value in asked for word in ("--set", value)]
-    run = start(folder, "train", "run.toml", "--layout", "dp1", *settings)
-    _, errors = run.communicate(timeout=SECONDS_TO_END)
-    assert run.returncode == 1
+    status, _, errors = trained_alone(folder, *settings)
+    assert status == 1
     [message] = errors.splitlines()
     assert message.startswith("error: the held-out loss after step 1 is nan: ")
     left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
