@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from fourfold.bench import network
+from fourfold.bench import network, timing
 from fourfold.bench.compute import (
     Shapes,
     measured_attentions,
@@ -15,6 +16,8 @@ from fourfold.bench.compute import (
 )
 from fourfold.bench.measure import calibration
 from fourfold.bench.network import measured_collectives
+from fourfold.cli import app
+from fourfold.cli.bench import collectives
 from fourfold.outline import Step, outline
 from fourfold.planner import catalogue
 from fourfold.planner.calibration import (
@@ -172,6 +175,14 @@ def test_what_was_measured_on_one_node_stands_over_the_catalogue(tmp_path: Path)
     assert Machine.from_json(alone).levels == ()
 
 
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing is measured once: what comes out is tested, not how exact it is."""
+    monkeypatch.setattr(timing, "FEWEST", 1)
+    monkeypatch.setattr(timing, "MOST", 1)
+
+
+@pytest.mark.usefixtures("once")
 def test_every_block_is_measured_as_each_layout_computes_it() -> None:
     shapes = Shapes.of(TINY, dtype="float32", sequence=8, ranks=2, rows=[1])
     assert shapes.parts == ((1, 1), (2, 1), (1, 2))
@@ -192,6 +203,7 @@ def test_every_block_is_measured_as_each_layout_computes_it() -> None:
     assert table.block_seconds("layer", "F", (1,), rows=1, sequence=8, dtype="float32") is None
 
 
+@pytest.mark.usefixtures("once")
 def test_products_attention_and_updates_are_of_the_models_shapes() -> None:
     shapes = Shapes.of(TINY, dtype="float32", sequence=8, ranks=1, rows=[1, 2])
     hidden, heads, kv_heads, head_dim, inner = shape_of_block(TINY, "layer")
@@ -207,7 +219,7 @@ def test_products_attention_and_updates_are_of_the_models_shapes() -> None:
 
 
 def collectives_on_rank() -> list[MeasuredCollective]:
-    network.SIZES, network.CALLS, network.SECONDS = (8, 4096), 1, 0.0
+    network.SIZES, network.CALLS, network.SECONDS, network.PRODUCT = (4096,), 1, 0.0, 8
     return list(measured_collectives(CPU, near=4))
 
 
@@ -216,5 +228,20 @@ def test_collectives_are_measured_on_groups_of_every_size_and_ranks_agree(ranks:
     assert found[0] == found[3]
     keys = [(row.op, row.ranks, row.bytes) for row in found[0]]
     ops = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-    assert keys == [(op, count, nbytes) for count in (2, 4) for op in ops for nbytes in (8, 4096)]
+    assert keys == [(op, count, nbytes) for count in (2, 4) for op in ops for nbytes in (4096,)]
     assert all(row.seconds > 0 and row.busy >= 0 for row in found[0])
+
+
+def test_mistakes_of_bench_are_told_at_once() -> None:
+    options = ["--rows", "1,x", "--dtype", "float12", "--sequence", "0", "--json", "found.txt"]
+    found = CliRunner().invoke(app, ["bench", *options])
+    assert found.exit_code == 2
+    told = ("--rows 1,x: write numbers", "--dtype float12 does not exist", "--sequence 0 is too small")
+    for message in (*told, "must end in .json"):
+        assert message in found.output
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    """Of an all_reduce on 4 ranks the bus carries 2 x 3 / 4 of the message."""
+    lines = collectives(cpu(collectives=(MeasuredCollective("all_reduce", 4, 4, 10**9, 0.5),)))
+    assert lines[1].split() == ["all_reduce", "4", "1,000,000,000", "500,000.0", "2.000", "3.000"]

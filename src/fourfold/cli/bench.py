@@ -82,12 +82,12 @@ def collectives(machine: "Machine") -> list[str]:
 
     if not machine.collectives:
         return []
-    lines = [f"{'op':<16}{'ranks':>5}{'bytes':>12}{'time us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"]
+    lines = [f"{'op':<16}{'ranks':>6}{'bytes':>15}{'time us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}"]
     for row in machine.collectives:
         algorithm = row.bytes / row.seconds
         factor = sent_bytes(Event(row.op, "tp", row.bytes, ""), row.ranks) / row.bytes
         lines.append(
-            f"{row.op:<16}{row.ranks:>5}{row.bytes:>12,}{row.seconds * 1e6:>12,.1f}"
+            f"{row.op:<16}{row.ranks:>6}{row.bytes:>15,}{row.seconds * 1e6:>12,.1f}"
             f"{algorithm / 1e9:>12.3f}{algorithm * factor / 1e9:>12.3f}"
         )
     return lines
