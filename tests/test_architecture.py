@@ -86,6 +86,7 @@ FLOORS: dict[str, int] = {
     "named_weights": 4,
     "stages": 4,
     "parallel_model": 4,
+    "module_state": 4,
     "sharded_module": 4,
     "data": 5,
     "training": 5,

@@ -9,8 +9,8 @@ from torch import Tensor
 from fourfold.batch.unit_specs import UnitSpec
 from fourfold.batch.units import Unit
 from fourfold.channel.cuts import Cut
-from fourfold.channel.parts import assembled, part
-from fourfold.collectives import all_gather, broadcast_
+from fourfold.channel.parts import Parts
+from fourfold.collectives import broadcast_
 from fourfold.initialize import Part
 from fourfold.mesh import Mesh
 
@@ -47,37 +47,21 @@ class NamedWeights:
             flat = torch.empty(spec.numel, dtype=spec.master_dtype, device=self.mesh.device)
         broadcast_(flat, pp, source=spec.holders[0])
         for slot in sorted(spec.slots, key=lambda slot: slot.name):
-            yield slot.name, self._over_channels(slot.name, slot.view(flat))
-
-    def _over_channels(self, name: str, held: Tensor) -> Tensor:
-        """Bring the whole parameter together, of which this rank of tp has a part."""
-        cut, tp = self.cuts.get(name), self.mesh.tp
-        if cut is None or cut.is_whole:
-            return held
-        shapes = [torch.Size(cut.local_shape(rank)) for rank in range(tp.size)]
-        counts = [shape.numel() for shape in shapes]
-        parts = all_gather(held.flatten(), tp, counts=counts).split(counts)
-        return assembled([flat.view(shape) for flat, shape in zip(parts, shapes, strict=True)], cut)
+            yield slot.name, self._parts.whole(slot.name, slot.view(flat))
 
     def load_(self, value_of: Callable[[str], Tensor]) -> None:
         """Set this rank's master pieces, given whole parameters by name."""
 
-        def held(name: str) -> Tensor:
-            cut = self.cuts.get(name)
-            return value_of(name) if cut is None else part(value_of(name), cut, self.mesh.tp.rank)
-
         for unit in self.units.values():
-            unit.load_(held)
+            unit.load_(lambda name: self._parts.of(name, value_of(name)))
 
     def masters(self) -> Iterator[Part]:
         """The runs of flattened whole parameters whose master weights this rank owns, to be written."""
         for unit in self.units.values():
             for owned in unit.owned:
-                target, cut = unit.master[owned.part], self.cuts.get(owned.name)
-                if cut is None:
-                    yield Part(owned.name, owned.first, target)
-                    continue
-                written = 0
-                for start, stop in cut.global_runs(self.mesh.tp.rank, owned.first, len(target)):
-                    yield Part(owned.name, start, target[written : written + stop - start])
-                    written += stop - start
+                for first, target in self._parts.runs(owned.name, owned.first, unit.master[owned.part]):
+                    yield Part(owned.name, first, target)
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.mesh.tp, self.cuts)

@@ -22,7 +22,6 @@ of its forwards has had its backward. The rest is summed by `ShardedModule.reduc
 after the last backward. It leaves a rank only its pieces, so the next step gathers what the optimizer made.
 """
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, get_args
@@ -32,10 +31,14 @@ from torch import Tensor, nn
 
 from fourfold.autograd_segment import differentiable_inputs, run_as_node
 from fourfold.batch.unit_groups import Initialize, UnitGroup, refuse_without_weights, unit_groups
+from fourfold.batch.unit_specs import Copies
 from fourfold.batch.units import Unit
+from fourfold.channel.parts import Parts
+from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.collectives import Pending
 from fourfold.errors import UserError, choices
 from fourfold.mesh import Mesh
+from fourfold.module_state import ModuleState
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
 from fourfold.sequence.hugging_face import attends_over_cp
@@ -60,10 +63,12 @@ class ShardedModule:
         plain: this rank's pieces of vectors (norms, biases), for one without.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[UnitGroup], mesh: Mesh):
+    def __init__(self, module: nn.Module, groups: Sequence[UnitGroup], mesh: Mesh, parts: Parts):
         self.module = module
         self.mesh = mesh
+        self._parts = parts
         self.units = [unit for group in groups for unit in group.units]
+        self._state = ModuleState(module, self.units, parts)
         owned = owned_parameters(self.units)
         self.decayed, self.plain = owned.decayed, owned.plain
         self._groups = groups
@@ -79,7 +84,6 @@ class ShardedModule:
         self._taken: set[Unit] = set()
         self._reduced: set[Unit] = set()
         self._reductions: dict[Unit, Pending] = {}
-        self._reads_names = False
         # An input that needs a gradient, so that every trained block has a backward.
         self._anchor = torch.empty(0, requires_grad=True)
         self._steps = 0
@@ -124,7 +128,9 @@ class ShardedModule:
         """The 2-norm of the whole gradient, each element counted once."""
         if not self._is_reduced:
             raise RuntimeError(UNSUMMED)
-        return gradient_norm(self.units, self.mesh.shards)
+        tp = self.mesh.tp
+        counted = [unit for unit in self.units if tp.rank % self._parts.copies(unit.slots[0].name) == 0]
+        return gradient_norm(counted, self.mesh.joint(*self.mesh.layout.shard_axes, "tp"))
 
     def clip_(self, max_norm: float) -> float:
         """Scale the gradient to the norm ``max_norm`` where it is larger; return the norm that it had."""
@@ -132,56 +138,20 @@ class ShardedModule:
         clip_(self.units, norm=norm, max_norm=max_norm)
         return norm
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """All of the module by its own names, on every rank: copies, weights whole and in master precision.
 
         Each element is gathered once; a tied weight is listed under every name that the module has for it.
         """
-        whole: dict[int, Tensor] = {}
-        for unit in self.units:
-            views = unit.named(unit.whole(unit.master))
-            for parameter, (_, view) in zip(unit.parameters, views, strict=True):
-                whole[id(parameter)] = view.clone()
-        return {
-            name: whole[id(value)] if id(value) in whole else _copy(value)
-            for name, value in self._names().items()
-        }
+        return self._state.whole()
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set weights and buffers from a whole state dict, the same on every rank; a rank keeps its pieces.
 
         Of the names of a tied weight one is enough. Raises UserError for names or shapes that do not fit.
         """
-        names = self._names()
-        values = {id(names[name]): value for name, value in state.items() if name in names}
-        problems = [f"{name} is not in the module" for name in state if name not in names]
-        for name, here in names.items():
-            if id(here) not in values:
-                problems.append(f"{name} is missing")
-            elif isinstance(here, Tensor) and here.shape != values[id(here)].shape:
-                found = tuple(values[id(here)].shape)
-                problems.append(f"{name} has the shape {found}, in the module {tuple(here.shape)}")
-        if problems:
-            raise UserError(*problems)
-        rest = {name: state[name] for name, here in names.items() if name in state}
-        for unit in self.units:
-            of_name = dict(zip((slot.name for slot in unit.slots), unit.parameters, strict=True))
-            unit.load_(lambda name, of_name=of_name: values[id(of_name[name])])  # type: ignore[misc]
-            here = {id(parameter) for parameter in unit.parameters}
-            rest = {name: value for name, value in rest.items() if id(names[name]) not in here}
-        self._reads_names = True
-        self.module.load_state_dict(rest, strict=False)
-        self._reads_names = False
+        self._state.load_(state)
         self._expire_()
-
-    def _names(self) -> dict[str, Any]:
-        """What the module's own state dict lists; for parameters, themselves."""
-        self._reads_names = True
-        names: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        self._reads_names = False
-        return names
 
     def _attach_(self) -> None:
         """Replace the blocks' forwards, and have the rest gathered around the forward of the module."""
@@ -200,14 +170,6 @@ class ShardedModule:
             group.module.forward = self._forward_of(index, group.module.forward)
         self.module.register_forward_pre_hook(self._begin_forward_, prepend=True)
         self.module.register_forward_hook(self._end_forward_, always_call=True)
-        self.module.register_state_dict_pre_hook(self._refuse_names)
-        self.module.register_load_state_dict_pre_hook(self._refuse_names)
-
-    def _refuse_names(self, *_: Any) -> None:
-        if not self._reads_names:
-            raise RuntimeError(
-                "the module is sharded: use state_dict and load_state_dict of its ShardedModule"
-            )
 
     def _begin_forward_(self, *_: Any) -> None:
         self._root.start_gather()
@@ -329,10 +291,12 @@ def shard(
     dtype: torch.dtype | None = None,
     float32: Collection[str] = (),
     initialize: Initialize | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> ShardedModule:
     """Shard ``module`` in place over the fsdp axis of ``mesh``; with dp, over replicas of the same pieces.
 
-    With cp the pieces are over fsdp and cp, and gradients are summed over the tokens of all ranks.
+    With cp the pieces are over fsdp and cp, and gradients are summed over the tokens of all ranks. With tp
+    each rank shards its part, and what several ranks of tp hold is summed where their gradients add up.
 
     Build the optimizer afterwards, from ``parameters()`` of the result. All ranks make the same call. Buffers
     stay whole and are never summed: running statistics follow a rank's own data.
@@ -351,15 +315,21 @@ def shard(
         initialize: called as ``initialize(name, first, target)`` for each run of a parameter that this rank
             owns: ``target`` is flat, ``first`` the index of its first element in the flattened parameter.
             Also for each buffer on the meta device, whole.
+        tensor_parallel: what `fourfold.channel.tensor_parallel.tensor_parallel_` made of the module, where tp
+            is larger than 1; it was called with the same values on all ranks.
 
     Raises UserError with all that is wrong with the arguments.
     """
-    problems = [
-        f"{axis}={mesh.layout.size(axis)} ({AXIS_WORDS[axis]} axis): a module of any kind is cut over dp and "
-        f"fsdp alone; use {axis}=1"
-        for axis in ("pp", "tp")
-        if mesh.layout.size(axis) > 1
-    ]
+    problems = []
+    if mesh.pp.size > 1:
+        problems.append(
+            f"pp={mesh.pp.size} ({AXIS_WORDS['pp']} axis): a module of any kind has no stages; use pp=1"
+        )
+    if (mesh.tp.size > 1) != (tensor_parallel is not None):
+        problems.append(
+            f"tp={mesh.tp.size} ({AXIS_WORDS['tp']} axis): give what tensor_parallel_ made of the module as "
+            "tensor_parallel where tp is larger than 1, and only there"
+        )
     if mesh.cp.size > 1 and not attends_over_cp(module):
         problems.append(
             f"cp={mesh.cp.size} ({AXIS_WORDS['cp']} axis): the module attends to this rank's tokens alone; "
@@ -374,15 +344,25 @@ def shard(
         problems.append("the module has no parameters: there is nothing to shard")
     if problems:
         raise UserError(*problems)
+    parts = Parts(mesh.tp, {} if tensor_parallel is None else tensor_parallel.cuts)
     groups = unit_groups(
-        module, blocks, mesh=mesh, pieces=pieces, dtype=dtype, float32=float32, initialize=initialize
+        module,
+        blocks,
+        mesh=mesh,
+        pieces=pieces,
+        dtype=dtype,
+        float32=float32,
+        initialize=None if initialize is None else partial(_initialize_runs, initialize, parts),
+        copies={name: Copies(cut.copies, cut.adds_up) for name, cut in parts.cuts.items() if cut.copies > 1},
     )
     refuse_steps_(originals, f"the optimizer was built before the module was sharded: {BUILD}")
-    return ShardedModule(module, groups, mesh)
+    return ShardedModule(module, groups, mesh, parts)
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+def _initialize_runs(initialize: Initialize, parts: Parts, name: str, first: int, target: Tensor) -> None:
+    """Have a run of this rank's part of a parameter written, by its place in the whole one."""
+    for start, run in parts.runs(name, first, target):
+        initialize(name, start, run)
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:

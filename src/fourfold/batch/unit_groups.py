@@ -1,12 +1,13 @@
 """The units of any module, in groups whose weights come and go together: one a block, one for the rest."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.batch.pieces import cut
+from fourfold.batch.pieces import Pieces, cut
+from fourfold.batch.unit_specs import NO_COPIES, Copies
 from fourfold.batch.units import Unit, master_dtype
 from fourfold.collectives import Pending, broadcast_
 from fourfold.errors import UserError, nearest
@@ -104,6 +105,7 @@ def unit_groups(
     dtype: torch.dtype | None,
     float32: Collection[str],
     initialize: Initialize | None,
+    copies: Mapping[str, Copies] = NO_COPIES,
 ) -> list[UnitGroup]:
     """Move the parameters of ``module`` into units; return the groups of the blocks and, last, of the rest.
 
@@ -118,6 +120,7 @@ def unit_groups(
         dtype: what computation reads, None for the parameters' own. Masters are float32 or higher.
         float32: parameters whose names contain one of these are read in float32.
         initialize: writes the values; None keeps those of the first rank.
+        copies: how parameters stand on the tp axis, by name; those that are not there have none.
 
     Raises UserError with all that is wrong with the arguments.
     """
@@ -128,17 +131,21 @@ def unit_groups(
     groups = [UnitGroup(name, block) for name, block in zip(names, blocks, strict=True)]
     groups.append(UnitGroup("what is in no block", module))
     homes = _homes(module, blocks)
-    members: dict[tuple[int, bool, torch.dtype], list[str]] = {}
+    members: dict[tuple[int, bool, torch.dtype, Copies], list[str]] = {}
     for name, parameter in named.items():
         home = homes[id(parameter)]
         read = _dtype_read(name, parameter.dtype, dtype, float32)
         index = home.pop() if len(home) == 1 else len(blocks)
-        members.setdefault((index, parameter.requires_grad, read), []).append(name)
-    # A parameter without dims counts as one row.
-    shapes = [{name: tuple(named[name].shape) or (1,) for name in found} for found in members.values()]
-    for (index, _, read), laid_out in zip(
-        members, cut(shapes, ranks=mesh.shards.size, how=pieces), strict=True
-    ):
+        key = (index, parameter.requires_grad, read, copies.get(name, Copies()))
+        members.setdefault(key, []).append(name)
+    layouts: dict[tuple[int, bool, torch.dtype, Copies], Pieces] = {}
+    for alike in dict.fromkeys(key[-1] for key in members):  # as in `fourfold.batch.unit_specs`
+        keys = [key for key in members if key[-1] == alike]
+        # A parameter without dims counts as one row.
+        shapes = [{name: tuple(named[name].shape) or (1,) for name in members[key]} for key in keys]
+        layouts.update(zip(keys, cut(shapes, ranks=mesh.shards.size, how=pieces), strict=True))
+    for key in members:
+        (index, _, read, on_tp), laid_out = key, layouts[key]
         values = {name: named.pop(name) for name in laid_out.order}
         unit = Unit(
             groups[index].name,
@@ -147,7 +154,7 @@ def unit_groups(
             pieces=laid_out,
             placement=mesh.layout.placement,
             shards=mesh.shards,
-            replicas=mesh.joint(*mesh.layout.replica_axes),
+            replicas=mesh.sharing(*mesh.layout.replica_axes, copies=on_tp.summed),
             dtype=read,
             master_dtype=master_dtype(read) if read.is_floating_point else read,
             device=mesh.device,
