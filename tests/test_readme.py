@@ -49,6 +49,7 @@ def test_the_readme_has_the_commands_of_every_kind() -> None:
         ("fourfold", "schedule"),
         ("fourfold", "explain"),
         ("fourfold", "sample"),
+        ("fourfold", "export"),
         ("fourfold", "prepare"),
         ("fourfold", "doctor"),
     }
