@@ -119,6 +119,8 @@ def _published(items: tuple[tuple[str, str], ...]) -> PublishedRun | str:
     float8 = "fp8" in row["precision"]
     if row["precision"] == "nvfp4":
         return "products in 4 bits"
+    if "offload" in row["notes"]:
+        return "state on the host"
     practice = Practice(
         products="float8" if float8 else None,
         compiled=row["compile"] == "1",
