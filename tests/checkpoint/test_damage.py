@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from fourfold.checkpoint import Saving, about_files, load_checkpoint, load_newes
 from fourfold.checkpoint.digest import BLOCK_WORDS, digest
 from fourfold.checkpoint.loading import load_
 from fourfold.checkpoint.manifest import MANIFEST, Damaged, read_manifest
+from fourfold.checkpoint.reader import problems_there
 from fourfold.data import ByteTokenizer
 from fourfold.errors import UserError
 from fourfold.training import Trainer
-from tests.checkpoint.trainers import SPEC, differing, fill_, run_spec, trainer_of
+from tests.checkpoint.trainers import SIZES, SPEC, differing, fill_, run_spec, trainer_of
 from tests.ranks import RankPool
 
 FILES = about_files(SPEC, ByteTokenizer())
@@ -140,6 +142,51 @@ def test_damage_is_found_and_named(
         assert "going back to the checkpoint before" in told[0]
         assert (checkpoints / "step-000004.broken-1").is_dir()
         shutil.rmtree(checkpoints)
+
+
+def test_all_is_looked_at_before_a_byte_is_read(trainer: Trainer, original: Path, tmp_path: Path):
+    """Pieces that are missing, twice, or not where they could be; and weights are as they were."""
+    folder = original / "step-000004"
+    manifest = read_manifest(folder)
+    assert problems_there(folder, manifest) == []
+    piece = manifest.pieces[3]
+    others = [other for other in manifest.pieces if other is not piece]
+    counts = f"{folder}: the manifest lacks pieces of {piece.tensor}, or has some twice"
+    first, size = piece.stripes[0], manifest.files[piece.file].size_bytes
+    short = replace(first, length=first.length - 1)
+    for pieces, problem in (
+        (others, counts),
+        ([*manifest.pieces, piece], counts),
+        ([*others, replace(piece, stripes=(short, *piece.stripes[1:]))], counts),
+        ([*others, replace(piece, offset=size - 4)], f"a piece of {piece.tensor} would not be within"),
+        ([*others, replace(piece, offset=0)], f"a piece of {piece.tensor} would not be within"),
+        ([*others, replace(piece, file="gone")], f"does not list gone, where a piece of {piece.tensor} is"),
+    ):
+        changed = replace(manifest, pieces=pieces)
+        [found] = problems_there(folder, changed)
+        assert problem in found
+        shared = [problems_there(folder, changed, share=share, shares=3) for share in range(3)]
+        assert sorted(map(len, shared)) == [0, 0, 1], "ranks look at a part each"
+
+    shutil.copytree(folder, tmp_path / "step-000004")
+    with (tmp_path / "step-000004" / piece.file).open("ab") as file:
+        file.write(b"x")
+    fill_(trainer, 9)
+    with pytest.raises(Damaged, match=r"rank-00000\.safetensors has \d+ bytes, the manifest says"):
+        load_(trainer.parallel, trainer.update, tmp_path / "step-000004", run=EXPECTED_RUN)
+    assert not differing(trainer, 9)
+
+
+def test_loading_tells_how_far_it_is(trainer: Trainer, original: Path):
+    shown: list[tuple[int, int, float]] = []
+    load_newest_(
+        trainer.parallel, trainer.update, original, run=EXPECTED_RUN, progress=lambda *how: shown.append(how)
+    )
+    total_bytes = 3 * 4 * sum(SIZES.values())
+    assert [total for _, total, _ in shown] == [total_bytes] * len(shown)
+    assert [done for done, _, _ in shown] == sorted({done for done, _, _ in shown})
+    assert shown[-1][0] == total_bytes
+    assert shown[-1][2] > shown[0][2] > 0
 
 
 def test_where_all_are_broken_nothing_is_loaded(trainer: Trainer, original: Path, tmp_path: Path):
