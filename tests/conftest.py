@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 import typer.main
@@ -12,6 +13,10 @@ from tests.ranks import RankPool
 
 # Like the rank processes of the tests: several that use all cores would wait for each other.
 torch.set_num_threads(1)
+
+# How long an example takes says more about what else the machine does; a test has its timeout.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Every CliRunner().invoke(app) would make all commands from their functions again, a tenth of a second.
 typer.testing._get_command = functools.cache(typer.main.get_command)
