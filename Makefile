@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint fuzz bench clean
+.PHONY: help setup quickstart test lint fuzz chaos bench clean
 
 help: ## what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ - /'
@@ -29,6 +29,9 @@ lint: .venv/ready ## ruff and mypy
 
 fuzz: .venv/ready ## random layouts of random models against one process, for ten minutes: SEED=0 SECONDS=600
 	$(BIN)/python -m tests.fuzz --seed $(or $(SEED),0) --seconds $(or $(SECONDS),600)
+
+chaos: .venv/ready ## kill ranks of runs at random, compare with undisturbed ones, for ten minutes: SEED=0 SECONDS=600
+	$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --seconds $(or $(SECONDS),600)
 
 bench: .venv/ready ## the side-by-side table: ours against PyTorch's own modules
 	$(BIN)/python benchmarks/run_all.py

@@ -60,7 +60,8 @@ class Place:
 
     def __str__(self) -> str:
         collective = f"{'waiting for' if self.is_waiting else 'after'} {self.collective}"
-        parts = [self.task, self.action, collective if self.collective else ""]
+        action = self.action if self.task or not self.action else f"in {self.action}"
+        parts = [self.task, action, collective if self.collective else ""]
         return ", ".join(part for part in parts if part)
 
 

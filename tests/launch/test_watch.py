@@ -119,6 +119,8 @@ def test_a_place_before_and_after(tmp_path: Path):
     here = Here()
     assert here.place() == Place()
     assert str(here.place()) == ""
+    here.act(encoded("2F0"))
+    assert str(here.place()) == "in 2F0"
     here.begin("in step 3", is_watched=True)
     here.share(tmp_path / "place")
     here.act(encoded("2F0"))
