@@ -19,8 +19,9 @@ setup: .venv/ready ## make .venv with fourfold and its development tools
 quickstart: .venv/ready ## train on real text over 4 local ranks, about a minute on two cores
 	$(BIN)/fourfold train examples/quickstart.toml
 
-test: .venv/ready ## run every test
-	$(BIN)/python -m pytest
+test: .venv/ready ## run every test: two at a time, then those that nothing may run beside
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone tests/test_benchmarks.py
 
 lint: .venv/ready ## ruff and mypy
 	$(BIN)/ruff check .

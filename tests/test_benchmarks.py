@@ -18,6 +18,7 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.alone
 def test_data_parallel_prints_its_rows() -> None:
     command = "benchmarks/data_parallel.py --workload chatty --ranks 2 --rounds 2 --json"
     done = subprocess.run(

@@ -73,7 +73,7 @@ def test_a_make_target_is_what_the_readme_says(folder: Path, target: str) -> Non
         last
         == {
             "quickstart": ".venv/bin/fourfold train examples/quickstart.toml",
-            "test": ".venv/bin/python -m pytest",
+            "test": ".venv/bin/python -m pytest -m alone tests/test_benchmarks.py",
         }[target]
     )
 
