@@ -120,12 +120,7 @@ class BlockTimes:
 
 def block_times(step: Step, machine: Machine, practice: Practice = OURS) -> BlockTimes:
     """The time of each kind of block of a step. Depends on its microbatch, tp, cp and recomputation alone."""
-    one = replace(
-        step,
-        layout=_inside(step.layout),
-        batch=step.rows,
-        microbatches=1,
-    )
+    one = replace(step, layout=_inside(step.layout), batch=step.rows, microbatches=1)
     found = _Blocks(one, machine, practice).times()
     if not machine.blocks or practice.compiled or practice.products:
         return found
