@@ -169,9 +169,10 @@ class TorchPipeline:
         loss = cross_entropy_sum if own_decoder else torch_cross_entropy_sum
         counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=count)
         mine = [rank] if is_single else [rank, count - 1 - rank if is_v else rank + ranks]
+        submods = {index: Stage(model, counts, index, workload.sequence_length) for index in mine}
         stages = [
-            pipelining.PipelineStage(Stage(model, counts, index), index, count, torch.device("cpu"))
-            for index in mine
+            pipelining.PipelineStage(submod, index, count, torch.device("cpu"))
+            for index, submod in submods.items()
         ]
         self.workload, self.rank = workload, rank
         self.is_first, self.is_last = 0 in mine, count - 1 in mine
@@ -197,7 +198,7 @@ class TorchPipeline:
 class Stage(nn.Module):
     """Some neighbouring segments of the decoder: tokens or activations in, activations or logits out."""
 
-    def __init__(self, model: Decoder, counts: list[int], index: int):
+    def __init__(self, model: Decoder, counts: list[int], index: int, sequence_length: int):
         super().__init__()
         first, stop = sum(counts[:index]), sum(counts[: index + 1])
         segments = [
@@ -206,11 +207,11 @@ class Stage(nn.Module):
             nn.Sequential(model.model.norm, model.lm_head),
         ]
         self.segments = nn.ModuleList(segments[first:stop])
-        self.rotary = model.rotary
+        self.rotary, self.sequence_length = model.rotary, sequence_length
         self.batches: dict[torch.Size, Microbatch] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = x.shape[:2]
+        shape = torch.Size((x.shape[0], self.sequence_length))  # of x a rank of tp may have fewer
         if shape not in self.batches:
             positions = torch.arange(shape[1]).expand(shape)
             self.batches[shape] = Microbatch(positions, positions, positions, ((shape[1],),) * shape[0])

@@ -1,18 +1,103 @@
-"""Every benchmark, one after another: `make bench`.
+"""Every benchmark beside its peers in one table, printed and written to benchmarks/RESULTS.md: `make bench`.
 
-python benchmarks/run_all.py
+python benchmarks/run_all.py [--workload chatty] [--ranks 2] [--rounds 8]
 """
 
+import argparse
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-BENCHMARKS = ["data_parallel.py", "fully_sharded.py", "pipeline.py"]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.report import Row, show
+from benchmarks.workloads import WORKLOADS
+
+BENCHMARKS = {
+    "data_parallel.py": (1, 2, 4),
+    "fully_sharded.py": (2, 4),
+    "pipeline.py": (2, 4),
+    "tensor_parallel.py": (2, 4),
+    "context_parallel.py": (2, 4),
+    "combinations.py": (4,),
+}
+"""What is measured, and on how many ranks."""
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+PACKAGES = ("torch", "megatron-core", "deepspeed", "yunchang")
 
 
 def main() -> None:
-    for name in BENCHMARKS:
-        subprocess.run([sys.executable, str(Path(__file__).parent / name), *sys.argv[1:]], check=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="default: all")
+    parser.add_argument("--ranks", action="append", type=int, choices=(1, 2, 4), help="default: all")
+    parser.add_argument("--rounds", type=int, help="steps of each contestant; default: by workload")
+    given = parser.parse_args()
+    rows: list[Row] = []
+    for name, counts in BENCHMARKS.items():
+        for ranks in counts:
+            if ranks not in (given.ranks or counts):
+                continue
+            for workload in given.workload or WORKLOADS:
+                rounds = [] if given.rounds is None else ["--rounds", str(given.rounds)]
+                found = measured(name, ["--workload", workload, "--ranks", str(ranks), *rounds])
+                show(found, json=False)
+                rows += found
+                RESULTS.write_text(page(rows))  # after each, since all of them take hours
+
+
+def measured(name: str, options: Sequence[str]) -> list[Row]:
+    """The rows of one benchmark."""
+    command = [sys.executable, str(Path(__file__).parent / name), "--json", *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    printed = done.stdout[done.stdout.index("[\n") :]  # a peer may say something first
+    return [Row(**row) for row in json.loads(printed)]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """All rows in Markdown, with what they were measured on."""
+    columns = ["workload", "layout", "ours ms", "peer", "peer ms", "ratio", "limit ms"]
+    columns += ["MiB ours", "MiB peer", "peak ours", "peak peer"]
+    versions = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    lines = [
+        "# Ours beside the peers'",
+        "",
+        f"By `make bench` on {date.today()}: {os.cpu_count()} cores, a thread each, gloo, {versions}.",
+        "Medians of interleaved steps; ratio: ours / peer, round by round, with quartiles;",
+        "MiB sent a rank and step; peak MiB above the imports. How it is measured, and what it says:",
+        "[README.md](README.md).",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---" * len(columns) + "|",
+    ]
+    for row in rows:
+        cells = (
+            row.workload,
+            row.layout,
+            f"{row.ours_seconds * 1e3:.0f}",
+            row.peer,
+            f"{row.peer_seconds * 1e3:.0f}",
+            f"{row.ratio:.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})",
+            f"{row.limit_seconds * 1e3:.0f}",
+            f"{row.ours_bytes / 2**20:.1f}",
+            f"{row.peer_bytes / 2**20:.1f}",
+            f"{row.ours_peak_bytes / 2**20:.0f}",
+            f"{row.peer_peak_bytes / 2**20:.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

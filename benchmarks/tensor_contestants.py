@@ -38,9 +38,9 @@ class TorchTensorParallel:
         self.workload, self.ranks, self.whole_logits = workload, ranks, whole_logits
         model = with_torch_norms_(decoder())
         mesh = init_device_mesh("cpu", (ranks,))
-        parallelize_module(model, mesh, _ends(sequence_parallel, whole_logits))
+        parallelize_module(model, mesh, ends(sequence_parallel, whole_logits))
         for layer in model.model.layers:
-            parallelize_module(layer, mesh, _layer(sequence_parallel))
+            parallelize_module(layer, mesh, of_layer(sequence_parallel))
         self.model = model
         self.optimizer = adamw(model)
 
@@ -56,7 +56,8 @@ class TorchTensorParallel:
         return float(whole.detach()) * self.workload.tokens / self.ranks
 
 
-def _ends(cut: bool, whole_logits: bool) -> dict[str, ParallelStyle]:
+def ends(cut: bool, whole_logits: bool) -> dict[str, ParallelStyle]:
+    """The plan of embedding, last norm and head; ``cut`` says whether the stream is cut by tokens."""
     stream = Shard(1) if cut else Replicate()
     logits = Replicate() if whole_logits else Shard(-1)
     plan: dict[str, ParallelStyle] = {
@@ -68,7 +69,8 @@ def _ends(cut: bool, whole_logits: bool) -> dict[str, ParallelStyle]:
     return plan | ({"model.norm": SequenceParallel(use_local_output=True)} if cut else {})
 
 
-def _layer(cut: bool) -> dict[str, ParallelStyle]:
+def of_layer(cut: bool) -> dict[str, ParallelStyle]:
+    """The plan of a layer."""
     leave = RowwiseParallel(output_layouts=Shard(1) if cut else Replicate())
     plan: dict[str, ParallelStyle] = {
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
