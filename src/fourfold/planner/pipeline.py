@@ -10,31 +10,32 @@ between them.)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from fourfold.errors import UserError
 from fourfold.layer.schedules import named, schedule
 from fourfold.program.actions import Action, Kind, Program
 from fourfold.specs import ScheduleName
 
+if TYPE_CHECKING:  # numpy takes a while to load, and plans without a pipeline do without
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Columns = NDArray[np.float64]
+
 IN_A_V = ("zbv", "dualpipev")
 """Schedules whose stages go down the ranks and up again."""
-
-Columns = NDArray[np.float64]
-"""A row for each stage, a column for each set of durations."""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of each stage on one microbatch: forward, backward, and of that the weight gradients."""
 
-    forward: Columns
-    backward: Columns
-    weights: Columns
+    forward: "Columns"
+    backward: "Columns"
+    weights: "Columns"
 
-    def of(self, kind: Kind, stage: int) -> Columns:
+    def of(self, kind: Kind, stage: int) -> "Columns":
         """Of an action on a stage."""
         if kind is Kind.FORWARD:
             return self.forward[stage]
@@ -87,8 +88,10 @@ class Pipeline:
         assert len(nodes) == sum(map(len, order.ranks)), "the schedule is stuck"
         return nodes
 
-    def seconds(self, times: StageSeconds, send: Columns) -> Columns:
+    def seconds(self, times: StageSeconds, send: "Columns") -> "Columns":
         """When the last action ends, for each set of durations; ``send`` is of a message, a value a set."""
+        import numpy as np
+
         nodes = self._nodes
         ends: list[Columns] = []
         for node in nodes:
@@ -175,8 +178,8 @@ def sizes(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def pipeline_seconds(
-    name: str, ranks: int, microbatches: int, layers: int, times: StageSeconds, send: Columns
-) -> Columns:
+    name: str, ranks: int, microbatches: int, layers: int, times: StageSeconds, send: "Columns"
+) -> "Columns":
     """The time of a schedule of so many microbatches, for each set of durations."""
     few, more = sizes(ranks, microbatches)
     seconds = pipeline(name, ranks, more, layers).seconds(times, send)
@@ -186,6 +189,8 @@ def pipeline_seconds(
     return seconds + each * (microbatches - more)
 
 
-def stage_array(values: Sequence[Sequence[float]]) -> Columns:
+def stage_array(values: Sequence[Sequence[float]]) -> "Columns":
     """Columns of one set of durations each."""
+    import numpy as np
+
     return np.asarray(values, dtype=np.float64).T

@@ -10,6 +10,7 @@ bubble stands in for it. The update comes last, at the speed of memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.outline import Step
@@ -24,7 +25,6 @@ from fourfold.planner.compute import (
 )
 from fourfold.planner.machine import Machine
 from fourfold.planner.pipeline import (
-    Columns,
     StageSeconds,
     pipeline,
     pipeline_seconds,
@@ -34,6 +34,9 @@ from fourfold.planner.pipeline import (
 from fourfold.planner.stages import Stage, closed_form, loads_of, stages_of
 from fourfold.specs import Layout
 from fourfold.traffic import Event
+
+if TYPE_CHECKING:
+    from fourfold.planner.pipeline import Columns
 
 OPTIMIZER_BYTES = 30
 """Of memory traffic for a parameter that a rank owns: AdamW reads four float32, writes three and a copy."""
@@ -311,7 +314,7 @@ def _stages_of_ranks(layout: Layout, microbatches: int, layers: int) -> list[lis
     return found
 
 
-def _columns(laid: Sequence[Laid]) -> tuple[StageSeconds, Columns]:
+def _columns(laid: Sequence[Laid]) -> "tuple[StageSeconds, Columns]":
     of_stages = [[each.seconds(stage) for stage in each.stages] for each in laid]
     forward, backward, weights = (
         stage_array([[stage[part] for stage in stages] for stages in of_stages]) for part in range(3)
