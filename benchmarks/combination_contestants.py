@@ -1,6 +1,7 @@
 """Peers of two axes at once: the same combination of PyTorch's own modules."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class TorchPipelineOf:
         batch = self.workload.rows(k, self.workload.batch, self.rows)
         losses: list[Tensor] = []
         inputs = (batch.input_ids_BS,) if self.index == 0 else ()
-        target = {"target": batch.labels_BS, "losses": losses} if self.index == 1 else {}
+        target: dict[str, Any] = {"target": batch.labels_BS, "losses": losses} if self.index == 1 else {}
         with loss_parallel() if self.inner == "tp" else nullcontext():
             self.pipeline.step(*inputs, return_outputs=False, **target)
         self.optimizer.step()

@@ -105,7 +105,8 @@ def torchs(spec: ModelSpec, batches: list[Microbatch], calls: int) -> dict[str, 
     """The gradients of PyTorch's own pipeline that this rank holds."""
     rank = dist.get_rank()
     model = decoder(spec)
-    module = Stage(model, split([0, *[1.0] * spec.num_hidden_layers, 1], stages=RANKS), rank)
+    counts = split([0, *[1.0] * spec.num_hidden_layers, 1], stages=RANKS)
+    module = Stage(model, counts, rank, batches[0].labels_BS.shape[1])
     stage = pipelining.PipelineStage(module, rank, RANKS, torch.device("cpu"))
     tokens = sum(batch.labels_BS.numel() for batch in batches)
     pipeline = pipelining.Schedule1F1B(
