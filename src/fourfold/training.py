@@ -83,6 +83,7 @@ def train(
     on_start: Callable[[ParallelModel], None] = lambda _: None,
     resume: Callable[["Trainer"], int] = lambda _: 0,
     on_step: Callable[["Trainer", int], None] = lambda *_: None,
+    on_skip: Callable[[str], None] = lambda _: None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> ParallelModel:
     """Train to step ``run.training.steps`` and return the model.
@@ -99,6 +100,7 @@ def train(
         on_start: is given the model before its first step.
         resume: loads what was saved and returns the step after which it was; 0 to begin.
         on_step: is given the number of finished steps after each, evaluation included: the time to save.
+        on_skip: is given what is wrong with a step that is passed over.
         on_stop: is called before the run stops at what is not finite.
 
     Raises:
@@ -114,10 +116,12 @@ def train(
         on_report(report)
         is_good = math.isfinite(report.loss) and math.isfinite(report.grad_norm)
         bad_steps = 0 if is_good else bad_steps + 1
-        if bad_steps > run.training.skip_bad_steps:
+        if not is_good:
             diagnosis = trainer.diagnosis(step)
-            on_stop()
-            raise RunStopped(diagnosis)
+            if bad_steps > run.training.skip_bad_steps:
+                on_stop()
+                raise RunStopped(diagnosis)
+            on_skip(f"{diagnosis}; passed over, {bad_steps} in a row")
         every, last = run.evaluation.every, report.step == run.training.steps
         if last or (every and report.step % every == 0):
             HERE.begin(f"in the evaluation after step {report.step}", is_watched=True)

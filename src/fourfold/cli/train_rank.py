@@ -117,6 +117,10 @@ def train_on_rank(
             if reporter is not None and model.tensor_parallel is not None:
                 reporter.console.print(_stream(model.tensor_parallel))
 
+        def tell(line: str) -> None:
+            if reporter is not None:
+                reporter.console.print(line)
+
         checkpoints = Checkpoints(
             run,
             folder,
@@ -124,7 +128,7 @@ def train_on_rank(
             must_stay=what_must_stay({**what, **contents(prepared)}),
             files=about_files(model_spec, tokenizer),
             resume=resume,
-            tell=lambda line: None if reporter is None else reporter.console.print(line),
+            tell=tell,
             progress=lambda *how_far: None if reporter is None else reporter.wait(*how_far),
         )
 
@@ -155,6 +159,7 @@ def train_on_rank(
                     on_start=on_start,
                     resume=go_on,
                     on_step=on_step,
+                    on_skip=tell,
                     on_stop=checkpoints.settle,
                 )
         except RunPaused:
