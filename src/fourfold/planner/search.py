@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fourfold.errors import UserError
 from fourfold.outline import Step
-from fourfold.planner.fits import USABLE, Sizes, activations_of, held
+from fourfold.planner.fits import FRAGMENTATION, USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
 from fourfold.planner.shapes import BlockSeconds, RankLoads, Shape, Way, block_sizes, fullest
@@ -52,6 +52,7 @@ class Search:
         self._known_pipelines: dict[object, RankLoads | None] = {}
         self._known_blocks: dict[object, BlockSeconds] = {}
         self._known_sends: dict[object, float] = {}
+        self._known_rest: dict[object, list[float]] = {}
 
     def run(self) -> Found:
         """Search, and run the best on the clock. Raises `UserError` where nothing fits."""
@@ -209,26 +210,34 @@ class Search:
         found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
         assert found is not None
         sizes = self._sizes(shape)
-        loads = [(load, activations_of(sizes, load)) for load, _ in found.heavy]
+        kept = [(1 + FRAGMENTATION) * sum(activations_of(sizes, load)) for load, _ in found.heavy]
         fitting: list[Way] = []
-        if max(sum(kept) for _, kept in loads) <= self._usable:
+        if max(kept) <= self._usable:
             too_much: set[str | None] = set()  # with fewer owners it is more
             for fsdp, placed in ways:
                 if fsdp > 1 and placed in too_much:
                     continue
-                placement = PLACEMENTS[placed] if fsdp > 1 else REPLICATED
-                owners = fsdp * shape.cp if fsdp > 1 else 1
-                if all(
-                    held(
-                        sizes, load, placement=placement, owners=owners, keep=shape.pp > 1, activations=kept
-                    ).reserved
-                    <= self._usable
-                    for load, kept in loads
-                ):
+                rest = self._rest(shape, found, fsdp, placed)
+                if all(one + other <= self._usable for one, other in zip(rest, kept, strict=True)):
                     fitting.append((data // fsdp, fsdp, placed))
                 else:
                     too_much.add(placed)
         return fitting, len(ways)
+
+    def _rest(self, shape: Shape, found: RankLoads, fsdp: int, placed: str | None) -> list[float]:
+        """What ranks reserve beside activations: neither the microbatch nor recomputation changes it."""
+        key = shape.tp, shape.cp, shape.pp, id(found), fsdp, placed
+        if key not in self._known_rest:
+            placement = PLACEMENTS[placed] if fsdp > 1 else REPLICATED
+            owners = fsdp * shape.cp if fsdp > 1 else 1
+            sizes, none = self._sizes(shape), (0.0, 0.0)
+            self._known_rest[key] = [
+                held(
+                    sizes, load, placement=placement, owners=owners, keep=shape.pp > 1, activations=none
+                ).reserved
+                for load, _ in found.heavy
+            ]
+        return self._known_rest[key]
 
     @cached_property
     def _usable(self) -> float:
