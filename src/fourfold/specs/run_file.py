@@ -39,10 +39,17 @@ def read_run_file(
 
 
 def _take_tokenizer_(values: dict[str, Any]) -> str | None:
-    """Let the tokenizer be that of ``model.init``, unless another is given; say so where it has none."""
+    """Let the tokenizer be that of ``model.init``, unless another is given; return what prevents that."""
     model, data = values.get("model"), values.setdefault("data", {})
     init = model.get("init") if isinstance(model, dict) else None
-    if not isinstance(init, str) or not isinstance(data, dict) or "tokenizer" in data:
+    if not isinstance(init, str):
+        return None
+    if not Path(init).is_dir():
+        return (
+            f"model.init={init} is no folder: give one that holds a Hugging Face model; to fetch one of the "
+            f"Hub: hf download {init} --local-dir FOLDER"
+        )
+    if not isinstance(data, dict) or "tokenizer" in data:
         return None
     path = Path(init) / "tokenizer.json"
     if not path.exists():
