@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.checkpoint.digest import digest
-from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece
+from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
 from fourfold.errors import RunStopped
@@ -48,17 +49,17 @@ def write_tensors(
         }
     header = header_of(tensors)
     pieces, offset = [], len(header)
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as checking:
         _write(file.fileno(), memoryview(header))
         for part in parts:
             content, total = content_of(part.values), 0
             for start in range(0, len(content), CHUNK_BYTES):
                 chunk = content[start : start + CHUNK_BYTES]
-                if part.tensor.state == WEIGHT and not _is_finite(chunk, part.tensor.dtype):
-                    raise RunStopped(f"weights are not finite, first in {part.tensor.name}")
-                total += digest(chunk, start)
+                # Neither numpy nor the system holds the interpreter: both go on at once.
+                checked = checking.submit(_checked, chunk, start, part.tensor)
                 _write(file.fileno(), chunk.data)
                 _hurry(file.fileno(), offset + start, len(chunk))
+                total += checked.result()
                 wrote(len(chunk))
             pieces.append(Piece(part.tensor.name, path.name, offset, part.stripes, total % 2**64))
             offset += len(content)
@@ -95,10 +96,13 @@ def _hurry(descriptor: int, offset: int, count: int) -> None:
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
-def _is_finite(content: NDArray[np.uint8], dtype: str) -> bool:
-    """Whether all numbers are finite: the largest and the smallest are, and either is nan where one is."""
-    numbers = content.view(dtype)
-    return bool(np.isfinite(numbers.max()) and np.isfinite(numbers.min()))
+def _checked(content: NDArray[np.uint8], first_byte: int, tensor: Stored) -> int:
+    """Return the digest of a chunk. Raises RunStopped at a weight that is not finite."""
+    if tensor.state == WEIGHT:
+        numbers = content.view(tensor.dtype)
+        if not np.isfinite([numbers.max(), numbers.min()]).all():  # either is nan where one is
+            raise RunStopped(f"weights are not finite, first in {tensor.name}")
+    return digest(content, first_byte)
 
 
 def problem_of(path: Path, entry: FileEntry) -> str | None:
