@@ -126,7 +126,7 @@ def test_parquet_is_streamed_with_progress(tmp_path: Path) -> None:
         ("a.jsonl.gz", b"no gzip", r"cannot read .*a.jsonl.gz: Not a gzipped file"),
         (
             "a.jsonl.gz",
-            gzip.compress(b'{"text": "one"}\n')[:-6],
+            gzip.compress(b'{"text": "one"}\n', mtime=0)[:-6],
             r"cannot read .*a.jsonl.gz: Compressed file",
         ),
         ("a.parquet", b"PAR1 no", r"a.parquet is not a readable Parquet file"),
