@@ -133,8 +133,9 @@ def train(
                     f"the held-out loss after step {report.step} is {evaluation.loss}: the weights are "
                     "broken; try a lower optimizer.learning_rate"
                 )
-        HERE.begin(f"after step {report.step}")
+        HERE.begin(f"after step {report.step}", is_watched=True)
         on_step(trainer, report.step)
+    HERE.begin("after the last step")
     return trainer.parallel
 
 

@@ -16,6 +16,8 @@ from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
 from tests.cli.test_commands import RUN
 from tests.cli.test_runs import SECONDS_TO_END, children, start, start_joined, wait_until
 
+TIMEOUT = 6
+"""Of a step, at its longest: the first one imports much, on a machine that may be busy."""
 LONG = (
     "--set",
     "training.steps=100000",
@@ -47,7 +49,7 @@ def checkpoints_of(run: Path) -> list[str]:
 
 def test_a_frozen_rank_is_named_and_the_run_goes_on_until_it_is_asked_to_end(folder: Path):
     """With a start of its own in between: the run takes up where the newest checkpoint is."""
-    asked = ("--max-restarts", "1", "--timeout", "2", "--set", "folder=frozen", *LONG)
+    asked = ("--max-restarts", "1", "--timeout", str(TIMEOUT), "--set", "folder=frozen", *LONG)
     run = start(folder, "train", "run.toml", *asked)
     frozen = folder / "frozen"
     wait_until(lambda: (frozen / "checkpoints" / "step-000020").exists())
@@ -55,7 +57,7 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_until_it_is_asked_to_end(fol
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGSTOP)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
-    assert time.monotonic() - began < 2 + 8
+    assert time.monotonic() - began < TIMEOUT + 20
     before = steps_of(frozen)
     saved = int(checkpoints_of(frozen)[-1].removeprefix("step-").removesuffix(".part"))
     wait_until(lambda: len(children(run.pid)) == 2 and steps_of(frozen)[-1] > max(before[-1], saved) + 2)
@@ -63,9 +65,9 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_until_it_is_asked_to_end(fol
     output, errors = run.communicate(timeout=SECONDS_TO_END)
     assert run.returncode == os.EX_TEMPFAIL, errors
     error = re.search(
-        r"error: no rank has moved for 2 s: rank 1 is stopped, as by SIGSTOP or a debugger\n"
-        r"  rank 0 in step \d+, \S+, waiting for all_reduce on axis dp \(\d+ s of CPU time since\)\n"
-        r"  rank 1 in step \d+.* \(stopped\)\n"
+        rf"error: no rank has moved for {TIMEOUT} s: rank 1 is stopped, as by SIGSTOP or a debugger\n"
+        r"  rank 0 (in|after) step \d+.* waiting for all_reduce on axis dp \(\d+ s of CPU time since\)\n"
+        r"  rank 1 (in|after) step \d+.* \(stopped\)\n"
         r"starting again, 1 of 1 times\n",
         errors,
     )

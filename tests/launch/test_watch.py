@@ -83,8 +83,15 @@ def test_a_slow_step_is_no_hang(tmp_path: Path, ranks: list[Here]):
 
 
 def test_what_may_take_hours_is_not_watched(tmp_path: Path, ranks: list[Here]):
-    ranks[0].begin("while preparing the data")
+    for here in ranks:
+        here.begin("while preparing the data")
     look_for(watch_of(tmp_path), 2 * TIMEOUT)
+
+
+def test_a_rank_that_stays_behind_between_two_steps(tmp_path: Path, ranks: list[Here]):
+    ranks[0].begin("after step 6")
+    with pytest.raises(RankFailed, match="rank 0 is in a long action, or stuck; the others wait"):
+        look_for(watch_of(tmp_path), 5)
 
 
 def test_the_time_in_which_the_launcher_itself_was_stopped_does_not_count(tmp_path: Path, ranks: list[Here]):

@@ -20,7 +20,7 @@ class Watch:
     A rank moves when it begins an action of the program or comes to a collective: many times a step. So a
     step may take as long as it likes, but where no rank moves, either one computes a single action for very
     long, or all wait for what will not come. After half of the timeout all places are printed, after all of
-    it the run is over. Ranks that do what may take hours, like preparing data, are not watched.
+    it the run is over. What may take hours, like preparing data, is not watched where all ranks are at it.
 
     Args:
         places: the files in which ranks say where they are.
@@ -47,7 +47,7 @@ class Watch:
         self._looked = now
         places = [Place.read(path) for path in self._paths]
         moves = [place.moves for place in places]
-        if moves != self._moves or not all(place.is_watched for place in places):
+        if moves != self._moves or not any(place.is_watched for place in places):
             self._moves, self._still_seconds, self._is_told = moves, 0.0, False
             self._cpu_seconds = [cpu_seconds(pid) for pid in self._pids]
             return
