@@ -4,6 +4,7 @@ The product of all features is large. Here every pair of them is met, by random 
 to 4 ranks, and some of the rest on up to 8; ``make fuzz`` goes on from there.
 """
 
+import functools
 from itertools import combinations, islice, product
 from typing import Any
 
@@ -14,21 +15,21 @@ from fourfold.mesh import Mesh
 from fourfold.oracle import Oracle
 from fourfold.specs import SCHEDULE_RULES, Layout, ModelSpec, ShardingSection
 from fourfold.trial import Trial
-from fourfold.verify import Verification, verify
-from tests.fuzz import on_a_rank as on_a_rank_of
+from fourfold.verify import Verification, oracle_of, verify, verify_trial
 from tests.random_trials import POLICIES, covering, endless, features
 from tests.ranks import RankPool
 
 
-def on_a_rank(layout: str, model: str, options: dict[str, Any]) -> Verification:
+@functools.cache
+def oracle(model: str, batch: int, steps: int) -> Oracle:
+    """One for all layouts that are held against it: rank 0 computes it once, and stays."""
     spec = ModelSpec.preset(model)
-    data = SyntheticDataset(spec.vocab_size, sequence_length=24, seed=3)
-    steps = options.pop("steps", 3)
-    return verify(
-        Oracle(spec, data, batch=options.pop("batch"), steps=steps, seed=0),
-        Mesh(Layout.parse(layout)),
-        **options,
-    )
+    return Oracle(spec, SyntheticDataset(spec.vocab_size, 24, 3), batch=batch, steps=steps, seed=0)
+
+
+def on_a_rank(layout: str, model: str, options: dict[str, Any]) -> Verification:
+    one_process = oracle(model, options.pop("batch"), options.pop("steps", 3))
+    return verify(one_process, Mesh(Layout.parse(layout)), **options)
 
 
 def compare(ranks: RankPool, layout: str, model: str, **options: Any) -> Verification:
@@ -79,7 +80,7 @@ KINDS = [("tiny", 1), ("tiny-qwen3", 4), ("tiny", 4), ("tiny-qwen3", 1)]
 def test_sharded_equals_one_process(ranks: RankPool, layout: str, pieces: str) -> None:
     """Every placement and granularity; each layout untied and tied, with 1 and 4 microbatches."""
     model, microbatches = KINDS[(SHARDED.index(layout) + PIECES.index(pieces)) % 4]
-    batch = Layout.parse(layout).world_size * 4
+    batch = 12 if Layout.parse(layout).world_size == 3 else 16
     options = {"batch": batch, "microbatches": microbatches, "dtype": "float64", "steps": 2}
     outcome = compare(ranks, layout, model, **options, sharding=ShardingSection(pieces=pieces))
     assert outcome.passes, outcome.to_json()
@@ -121,6 +122,23 @@ def test_sharded_in_lower_precision(ranks: RankPool, layout: str, dtype: str) ->
 def test_lower_precision_within_its_tolerance(ranks: RankPool, dtype: str) -> None:
     outcome = compare(ranks, "dp4", "tiny", batch=12, microbatches=3, dtype=dtype)
     assert outcome.passes, outcome.to_json()
+
+
+@functools.cache
+def oracle_of_subject(subject: Trial) -> Oracle:
+    return oracle_of(subject)
+
+
+def on_a_rank_of(trial: Trial) -> Verification:
+    subject = Trial(
+        trial.spec,
+        Layout(),
+        batch=trial.batch,
+        sequence_length=trial.sequence_length,
+        steps=trial.steps,
+        seed=trial.seed,
+    )
+    return verify_trial(trial, oracle_of_subject(subject))
 
 
 TRIALS = covering(0, drawn=2500, most_ranks=4)

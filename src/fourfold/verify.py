@@ -134,7 +134,7 @@ def verify(
     )
     steps = oracle.steps
     ours, counts, agree = _run_layout(parallel, oracle, microbatches=microbatches)
-    # Rank 0 alone asks the oracle; the others receive what it says tensor by tensor. In bfloat16 the
+    # Rank 0 alone asks the oracle; the others receive what it says. In bfloat16 the
     # reference is float64, and one bfloat16 process gives the scale of the error.
     exact = "float64" if dtype == "bfloat16" else dtype
     reference = scale = None
@@ -240,11 +240,16 @@ def _tensor_errors(
 ) -> dict[str, float]:
     """The error of every named tensor, the worst over ranks; rank 0 holds the reference and broadcasts it."""
     scales = _broadcast_floats(mesh, _scales(reference, ours) if reference else None, len(ours))
-    errors = []
-    for (name, tensor), scale in zip(ours.items(), scales, strict=True):
-        expected = reference[name].double() if reference else torch.empty_like(tensor, dtype=torch.float64)
-        broadcast_(expected, mesh.world, source=0)
-        errors.append(_tensor_error(tensor, expected, scale))
+    sizes = [tensor.numel() for tensor in ours.values()]
+    # One message for all: a model has hundreds of tensors, and each message waits for all ranks.
+    expected = torch.empty(sum(sizes), dtype=torch.float64, device=mesh.device)
+    if reference:
+        torch.cat([reference[name].double().flatten() for name in ours], out=expected)
+    broadcast_(expected, mesh.world, source=0)
+    errors = [
+        _tensor_error(tensor, part.view_as(tensor), scale)
+        for tensor, part, scale in zip(ours.values(), expected.split(sizes), scales, strict=True)
+    ]
     return dict(zip(ours, _over_ranks(mesh, errors), strict=True))
 
 
