@@ -95,8 +95,6 @@ def train_on_rank(
                 reporter.console.print(note)
             if run.model.init is not None and not resume:
                 reporter.console.print(f"the weights to begin with are those in {run.model.init}")
-            if run.model.init is not None and not resume:
-                reporter.console.print(f"the weights to begin with are those in {run.model.init}")
 
         def draw_curves() -> None:
             assert reporter is not None
