@@ -21,7 +21,7 @@ quickstart: .venv/ready ## train on real text over 4 local ranks, about a minute
 
 test: .venv/ready ## run every test: two at a time, then those that nothing may run beside
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -m alone tests/test_benchmarks.py
+	$(BIN)/python -m pytest -m alone
 
 lint: .venv/ready ## ruff and mypy
 	$(BIN)/ruff check .

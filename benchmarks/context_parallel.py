@@ -77,7 +77,7 @@ def formula_bytes(workload: Workload, layout: Layout) -> float:
         total += sum(sent_bytes(event, layout.ulysses(MODEL)) for event in attention)
     messages = [
         Event("all_reduce", "cp", 4 * MODEL.num_parameters, "float32"),
-        Event("all_reduce", "cp", SCALAR_BYTES, SCALAR_DTYPE),
+        Event("all_reduce", "cp", 2 * SCALAR_BYTES, SCALAR_DTYPE),
     ]
     return total / layout.cp + sum(sent_bytes(message, layout.cp) for message in messages)
 

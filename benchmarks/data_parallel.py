@@ -49,7 +49,7 @@ def formula_bytes(ranks: int) -> float:
     """What a rank sends in a step: one all-reduce of every gradient in float32, and one of the loss."""
     messages = [
         Event("all_reduce", "dp", 4 * MODEL.num_parameters, "float32"),
-        Event("all_reduce", "dp", SCALAR_BYTES, SCALAR_DTYPE),
+        Event("all_reduce", "dp", 2 * SCALAR_BYTES, SCALAR_DTYPE),
     ]
     return sum(sent_bytes(message, ranks) for message in messages)
 

@@ -62,7 +62,7 @@ def formula_bytes(ranks: int, layout: str) -> float:
     passes = 1 if "zero" in layout else 2
     messages = [Event("all_gather", "fsdp", weights, "float32")] * passes
     messages.append(Event("reduce_scatter", "fsdp", weights, "float32"))
-    messages += [Event("all_reduce", "fsdp", SCALAR_BYTES, SCALAR_DTYPE)] * 2
+    messages.append(Event("all_reduce", "fsdp", 3 * SCALAR_BYTES, SCALAR_DTYPE))  # the loss and the norm
     return sum(sent_bytes(message, ranks) for message in messages)
 
 

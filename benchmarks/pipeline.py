@@ -70,7 +70,7 @@ def formula_bytes(workload: Workload, ranks: int, schedule: str) -> float:
     inner = 1 if schedule == "zbv" else 0  # the turn of the V stays on its rank
     crossings = 2 * (stages - 1 - inner)
     activations = 4 * workload.tokens * MODEL.hidden_size
-    sums = 2 * sent_bytes(Event("all_reduce", "pp", SCALAR_BYTES, SCALAR_DTYPE), ranks)
+    sums = sent_bytes(Event("all_reduce", "pp", 3 * SCALAR_BYTES, SCALAR_DTYPE), ranks)
     return crossings * activations / ranks + sums
 
 

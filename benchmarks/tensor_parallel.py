@@ -91,7 +91,7 @@ def formula_bytes(workload: Workload, ranks: int, *, sequence_parallel: bool) ->
     messages = [
         *inside.forward(0, 0),
         *inside.backward(0, 0),
-        Event("all_reduce", "tp", SCALAR_BYTES, SCALAR_DTYPE),
+        Event("all_reduce", "tp", 3 * SCALAR_BYTES, SCALAR_DTYPE),
     ]
     if sequence_parallel:
         norms = (2 * MODEL.num_hidden_layers + 1) * MODEL.hidden_size

@@ -35,7 +35,7 @@ def test_data_parallel_prints_its_rows() -> None:
     }  # fmt: skip
     assert (row["workload"], row["layout"]) == ("chatty", "dp2")
     # What crossed the loopback device is what the formula says, headers and the barrier aside.
-    assert row["formula_bytes"] == 4 * MODEL.num_parameters + 8
+    assert row["formula_bytes"] == 4 * MODEL.num_parameters + 16
     assert row["formula_bytes"] <= row["ours_bytes"] < 1.01 * row["formula_bytes"]
 
 

@@ -10,7 +10,7 @@ from fourfold.batch.reduction import blocks_of_segments
 from fourfold.channel.costs import ChannelCosts
 from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
-from fourfold.events import SegmentCosts, step_events
+from fourfold.events import SCALAR_BYTES, SegmentCosts, step_events
 from fourfold.mesh import Mesh
 from fourfold.optimizer import gradient_norm
 from fourfold.parallel_model import ParallelModel
@@ -200,7 +200,7 @@ def test_the_gradients_sent_are_those_of_the_model(ranks: RankPool) -> None:
     for model in ("tiny", "tiny-qwen3"):
         recorded, _ = ranks(4, events_of_a_step, "dp4", model, 1, "float32", ShardingSection())[0]
         total = sum(sent_bytes(event, 4) for event in recorded)
-        assert total == 1.5 * (4 * ModelSpec.preset(model).num_parameters + 8)
+        assert total == 1.5 * (4 * ModelSpec.preset(model).num_parameters + 2 * SCALAR_BYTES)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -55,6 +55,7 @@ def test_the_readme_has_the_commands_of_every_kind() -> None:
     }
 
 
+@pytest.mark.alone  # one after another, in one process
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("fourfold ")])
 def test_a_command_runs_as_written(folder: Path, command: str) -> None:
     """In the order of the README: `sample` reads the run that `train` made."""
@@ -73,7 +74,7 @@ def test_a_make_target_is_what_the_readme_says(folder: Path, target: str) -> Non
         last
         == {
             "quickstart": ".venv/bin/fourfold train examples/quickstart.toml",
-            "test": ".venv/bin/python -m pytest -m alone tests/test_benchmarks.py",
+            "test": ".venv/bin/python -m pytest -m alone",
         }[target]
     )
 

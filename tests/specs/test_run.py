@@ -142,7 +142,7 @@ def test_every_mistake_in_one_error(load):
         "checkpoint, sample, logging",
         "model.folder does not exist: 'folder' belongs at the top of the file, before the first section",
         "training.stepz does not exist. Did you mean 'steps'? "
-        "[training] has: steps, batch, microbatches, dtype, recompute",
+        "[training] has: steps, batch, microbatches, dtype, recompute, skip_bad_steps",
         "training.learning_rate does not exist: 'learning_rate' belongs in [optimizer]",
         "model.preset 'tinyy' does not exist. Did you mean 'tiny'?",
         "data.source.1=3 must be a string in quotes",
