@@ -106,16 +106,13 @@ class Explanation:
         """
         step, sizes = self.step, self.step.sizes
         shard = self.outline.heaviest_shard(rank) if shard is None else shard
-        sequence = sequence_costs(step, documents)
         return step_events(
             self.outline.program,
             rank=rank,
             layout=step.layout,
             units=self.outline.units_on(rank, shard),
             activation_bytes=[sizes.stream] * step.microbatches,
-            inside=SegmentCosts(
-                self.outline.blocks, channel=channel_costs(step), sequence=sequence, keeps=sizes.keeps
-            ),
+            inside=segment_costs(step, self.outline.blocks, documents),
         )
 
     @cached_property
@@ -275,7 +272,25 @@ def _kind(block: str) -> str:
     return "layer" if block.startswith("layer.") else block
 
 
-def channel_costs(step: Step) -> ChannelCosts | None:
+def segment_costs(
+    step: Step, blocks: Sequence[Sequence[str]], documents: Sequence[Documents] | None = None
+) -> SegmentCosts:
+    """What the segments of a step send while they compute, on the cp and tp axes.
+
+    Args:
+        step: what is trained.
+        blocks: the names of each segment's blocks.
+        documents: of each microbatch, of its whole rows; None where each row is one document.
+    """
+    return SegmentCosts(
+        blocks,
+        channel=_channel_costs(step),
+        sequence=_sequence_costs(step, documents),
+        keeps=step.sizes.keeps,
+    )
+
+
+def _channel_costs(step: Step) -> ChannelCosts | None:
     """What a step sends on the tp axis, None where it has one rank."""
     if step.layout.tp == 1:
         return None
@@ -294,8 +309,8 @@ def channel_costs(step: Step) -> ChannelCosts | None:
     )
 
 
-def sequence_costs(step: Step, documents: Sequence[Documents] | None = None) -> SequenceCosts | None:
-    """What a step sends on the cp axis, None where it has one rank; by default each row is one document."""
+def _sequence_costs(step: Step, documents: Sequence[Documents] | None) -> SequenceCosts | None:
+    """What a step sends on the cp axis, None where it has one rank."""
     if step.layout.cp == 1:
         return None
     sizes = step.sizes

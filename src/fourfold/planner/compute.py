@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 
-from fourfold.events import SegmentCosts
-from fourfold.explain import channel_costs, sequence_costs
+from fourfold.explain import segment_costs
 from fourfold.flops import flops_of_a_pair, row_pairs
 from fourfold.memory import tokens_of_logits
 from fourfold.outline import Step, block_of, decoder_cuts
@@ -186,12 +185,7 @@ class _Blocks:
         self._step, self._machine, self._practice = step, machine, practice
         self._sizes = step.sizes
         self._dtype = practice.products or step.dtype
-        self._costs = SegmentCosts(
-            [["embed"], ["layer.0"], ["head"]],
-            channel=channel_costs(step),
-            sequence=sequence_costs(step),
-            keeps=self._sizes.keeps,
-        )
+        self._costs = segment_costs(step, [["embed"], ["layer.0"], ["head"]])
         self._kernels = FUSED if practice.compiled else 1.0
 
     def times(self) -> BlockTimes:

@@ -6,15 +6,21 @@ keys are the fields of `Machine`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import exp, log
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError, nearest
-from fourfold.planner.calibration import BlockTable, MeasuredAttention, MeasuredBlock, MeasuredUpdate
+from fourfold.planner.calibration import (
+    BlockTable,
+    MeasuredAttention,
+    MeasuredBlock,
+    MeasuredUpdate,
+    interpolated,
+)
 from fourfold.traffic import Event
 from fourfold.traffic import seconds as formula_seconds
 
@@ -161,7 +167,7 @@ class Machine:
             return measured
         rows, columns = self.tile
         waves = -(-m // rows) * -(-n // columns) / self.processors
-        full = waves / _ceil(waves)
+        full = waves / ceil(waves)
         flops = 2 * m * n * k * (k + 256) / k
         if (n % ALIGNED or k % ALIGNED) and itemsize < 4:
             flops *= MISALIGNED
@@ -209,7 +215,7 @@ class Machine:
 
     def _measured_collective(self, event: Event, ranks: int, near: int) -> float | None:
         table = self._collective_table.get((event.op, ranks, near))
-        return None if table is None else _interpolated(table, max(event.bytes, 1))
+        return None if table is None else interpolated(table, max(event.bytes, 1))
 
     @cached_property
     def block_table(self) -> BlockTable:
@@ -228,7 +234,7 @@ class Machine:
         shapes, by_flops = self._product_table
         if (m, n, k, dtype) in shapes:
             return shapes[m, n, k, dtype]
-        return _interpolated(by_flops[dtype], 2.0 * m * n * k) if dtype in by_flops else None
+        return interpolated(by_flops[dtype], 2.0 * m * n * k) if dtype in by_flops else None
 
     @cached_property
     def _product_table(
@@ -259,21 +265,3 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
     if "tile" in found:
         found["tile"] = tuple(found["tile"])
     return found
-
-
-def _ceil(value: float) -> int:
-    return -int(-value // 1)
-
-
-def _interpolated(table: Sequence[tuple[float, float]], size: float) -> float:
-    """Between sizes on a line of logarithms; beyond the ends in proportion (above), or as the end (below)."""
-    if size <= table[0][0]:
-        return table[0][1]
-    if size >= table[-1][0]:
-        return table[-1][1] * size / table[-1][0]
-    above = next(index for index, (other, _) in enumerate(table) if other >= size)
-    (low, low_seconds), (high, high_seconds) = table[above - 1], table[above]
-    if high == low:
-        return high_seconds
-    share = (log(size) - log(low)) / (log(high) - log(low))
-    return exp(log(low_seconds) + share * (log(high_seconds) - log(low_seconds)))

@@ -8,6 +8,7 @@ from fourfold.planner.plans import Plan, Question
 from fourfold.planner.step_time import StepTime
 from fourfold.program.actions import Kind
 from fourfold.specs import DataSection, ModelSection, OptimizerSection, RunSpec, TrainingSection
+from fourfold.specs.model import is_path
 from fourfold.step_flops import StepWork
 
 ERROR = 0.10
@@ -108,10 +109,11 @@ def to_json(plan: Plan, question: Question) -> dict[str, Any]:
 def run_of(plan: Plan, model: str) -> RunSpec:
     """The run of a plan, for `fourfold.specs.RunSpec.to_toml`; ``model`` is as the command line has it."""
     step = plan.step
-    is_config = "/" in model or model.endswith(".json")
     # The vocabulary is spelled out: a tokenizer's would take the place of a preset's.
     section = (
-        ModelSection(config=model) if is_config else ModelSection(preset=model, overrides=_overrides(plan))
+        ModelSection(config=model)
+        if is_path(model)
+        else ModelSection(preset=model, overrides=_overrides(plan))
     )
     return RunSpec(
         layout=step.layout,

@@ -104,14 +104,7 @@ class Search:
 
     def plan(self, step: Step) -> Plan:
         """A step's prediction, whether it fits or not. Raises `UserError` with the rules that it breaks."""
-        problems = step.layout.problems(
-            step.spec,
-            batch=step.batch,
-            microbatches=step.microbatches,
-            sequence_length=step.sequence_length,
-            world_size=None,
-        )
-        if problems:
+        if problems := step.problems():
             raise UserError(*problems)
         return self._plans([step])[0]
 
@@ -249,8 +242,8 @@ class Search:
         found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
         assert found is not None
         work = [
-            layers * inner.layer + embed * inner.embed + head * inner.head
-            for layers, embed, head in found.kinds
+            load.layers * inner.layer + load.embed * inner.embed + load.head * inner.head
+            for load in found.kinds
         ]
         if shape.pp == 1:
             return shape.microbatches * work[0]

@@ -65,7 +65,7 @@ class BlockSeconds:
 class RankLoads:
     """What the ranks of a pipeline have: each kind once, and those that may hold most memory."""
 
-    kinds: set[tuple[int, bool, bool]]
+    kinds: set[Stage]
     heavy: list[tuple[StageLoad, int]]
     chunks: int
 
@@ -74,22 +74,16 @@ class RankLoads:
         cls, stages: Sequence[Stage], of_ranks: Sequence[Sequence[int]], in_flight: Sequence[float]
     ) -> "RankLoads":
         """From the stages, which of them each rank has, and how many microbatches are in flight on it."""
-        loads = []
-        for rank, own in enumerate(of_ranks):
-            held_there = [stages[index] for index in own]
-            loads.append(
-                StageLoad(
-                    sum(stage.layers for stage in held_there),
-                    any(stage.embed for stage in held_there),
-                    any(stage.head for stage in held_there),
-                    in_flight[rank],
-                )
-            )
+        of_each = loads_of(stages, of_ranks)
+        loads = [
+            StageLoad(load.layers, load.embed, load.head, flying)
+            for load, flying in zip(of_each, in_flight, strict=True)
+        ]
         most = max(range(len(loads)), key=lambda rank: loads[rank].layers * loads[rank].in_flight)
         widest = max(range(len(loads)), key=lambda rank: loads[rank].layers)
         heavy = {0, len(loads) - 1, most, widest}
         return cls(
-            loads_of(stages, of_ranks),
+            set(of_each),
             [(loads[rank], rank) for rank in sorted(heavy)],
             len(stages) // len(loads),
         )

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 
-from fourfold.events import RankEvents, SegmentCosts
-from fourfold.explain import channel_costs, sequence_costs
+from fourfold.events import RankEvents
+from fourfold.explain import segment_costs
 from fourfold.outline import Outline, Step
 from fourfold.planner.compute import OURS, BlockTime, Part, Practice, block_times, collective
 from fourfold.planner.machine import Machine
@@ -71,12 +71,7 @@ class Loads:
             for block in ("embed", "layer", "head")
             for kind, part in _parts(step, self._machine, block, times.of(block)).items()
         }
-        inside = SegmentCosts(
-            found.blocks,
-            channel=channel_costs(step),
-            sequence=sequence_costs(step),
-            keeps=step.sizes.keeps,
-        )
+        inside = segment_costs(step, found.blocks)
         self._shards = [found.heaviest_shard(rank) for rank in range(step.layout.pp)]
         self._units = [found.units_on(rank, shard) for rank, shard in enumerate(self._shards)]
         self._events = [

@@ -10,7 +10,7 @@ from fourfold.specs import ModelSpec, ScheduleName
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage of a pipeline holds: so many layers, and whether the embedding or the head."""
+    """What a stage, or a rank, of a pipeline has: so many layers, and whether the embedding or the head."""
 
     layers: int
     embed: bool
@@ -28,18 +28,16 @@ def stages_of(spec: ModelSpec, sequence_length: int, stages: int) -> tuple[Stage
     )
 
 
-def loads_of(
-    stages: Sequence[Stage], stages_of_ranks: Sequence[Sequence[int]]
-) -> set[tuple[int, bool, bool]]:
-    """What the ranks of a pipeline have, each kind once: layers, and whether the embedding or the head."""
-    return {
-        (
+def loads_of(stages: Sequence[Stage], stages_of_ranks: Sequence[Sequence[int]]) -> list[Stage]:
+    """What each rank of a pipeline has, of all its stages together."""
+    return [
+        Stage(
             sum(stages[index].layers for index in own),
             any(stages[index].embed for index in own),
             any(stages[index].head for index in own),
         )
         for own in stages_of_ranks
-    }
+    ]
 
 
 def closed_form(

@@ -8,10 +8,11 @@ schedule runs on the clock of `fourfold.planner.pipeline`; or, to look at many l
 bubble stands in for it. The update comes last, at the speed of memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from fourfold.build import Sharding
 from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.outline import Step
 from fourfold.planner.compute import (
@@ -105,7 +106,7 @@ class Laid:
     Attributes:
         step: which.
         times: of its blocks, and ``data`` of what the Batch axis adds.
-        stages: of the pipeline, and ``stages_of_ranks`` which of them each rank has.
+        stages: of the pipeline, and ``loads`` what its ranks have of them, each kind once.
         send: seconds of a message between pipeline ranks.
     """
 
@@ -113,7 +114,7 @@ class Laid:
     times: BlockTimes
     data: DataTime
     stages: Sequence[Stage]
-    stages_of_ranks: Sequence[Sequence[int]]
+    loads: Collection[Stage]
     send: float
 
     def forward(self, stage: Stage) -> Part:
@@ -140,8 +141,7 @@ class Laid:
 
     def busiest(self) -> tuple[Part, float]:
         """A rank's work on one microbatch, and what the Batch axis adds to it, of the rank with most."""
-        loads = loads_of(self.stages, self.stages_of_ranks)
-        found = [self._busy(Stage(*load)) for load in loads]
+        found = [self._busy(load) for load in self.loads]
         return max(found, key=lambda one: one[0].total + one[1])
 
     def _busy(self, load: Stage) -> tuple[Part, float]:
@@ -152,7 +152,7 @@ class Laid:
     @property
     def most_layers(self) -> int:
         """Of a pipeline rank."""
-        return max(layers for layers, _, _ in loads_of(self.stages, self.stages_of_ranks))
+        return max(load.layers for load in self.loads)
 
     @property
     def after(self) -> float:
@@ -192,15 +192,16 @@ class StepTimes:
         times = self.blocks(step)
         message = Event("send", "pp", step.sizes.stream, step.dtype)
         send = 0.0 if layout.pp == 1 else collective(message, layout, self.machine)
-        most = max(sum(stages[index].layers for index in own) for own in of_ranks)
-        return Laid(step, times, self.data(step, times, most), stages, of_ranks, send)
+        loads = set(loads_of(stages, of_ranks))
+        most = max(load.layers for load in loads)
+        return Laid(step, times, self.data(step, times, most), stages, loads, send)
 
     def data(self, step: Step, times: BlockTimes, layers: int) -> DataTime:
         """What the Batch axis adds; ``layers`` are those of the pipeline rank that has most."""
         layout, machine, placement = step.layout, self.machine, step.layout.placement
         numel = numel_of_blocks(step.spec, layout.tp, layout.sequence_parallel(step.sequence_length))
         owners, replicas = layout.size(*layout.shard_axes), layout.size(*layout.replica_axes)
-        keep = step.sharding.accumulate == "whole" or (step.sharding.accumulate == "auto" and layout.pp > 1)
+        keep = Sharding.of(layout, step.sharding).keep
 
         def gather(count: int) -> float:
             return self._sum(layout, "all_gather", layout.shard_axes, count * step.itemsize)
@@ -288,7 +289,7 @@ class StepTimes:
             return self._added_up(laid, None)
         seconds = {stage: laid.seconds(stage) for stage in set(laid.stages)}
         of_stages = [seconds[stage] for stage in laid.stages]
-        work = [sum(laid.seconds(Stage(*load))[:2]) for load in loads_of(laid.stages, laid.stages_of_ranks)]
+        work = [sum(laid.seconds(load)[:2]) for load in laid.loads]
         whole = sum(forward + backward for forward, backward, _ in of_stages)
         later = sum(weights for _, _, weights in of_stages)
         found = closed_form(
