@@ -6,12 +6,11 @@ at once and for any number of ranks. A test holds the two against each other.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 
 from fourfold.batch.costs import UnitSize
-from fourfold.batch.pieces import Pieces, cut
+from fourfold.batch.pieces import Pieces, cut_apart
 from fourfold.batch.reduction import blocks_of_segments
 from fourfold.block_memory import BlockSizes
 from fourfold.build import Sharding, UnitUse, written
@@ -294,11 +293,8 @@ def _units(
         grouped.setdefault((own, holders, copies), {})[name] = users
     keys = sorted(grouped)
     shapes = [{name: cuts[name].local_shape(tp_rank) for name in grouped[key]} for key in keys]
-    pieces: dict[int, Pieces] = {}
-    make = partial(cut, ranks=step.layout.size(*step.layout.shard_axes), how=step.sharding.pieces)
-    for dealt in dict.fromkeys(key[1:] for key in keys):
-        numbers = [number for number, key in enumerate(keys) if key[1:] == dealt]
-        pieces.update(zip(numbers, make([shapes[number] for number in numbers]), strict=True))
+    shards = step.layout.size(*step.layout.shard_axes)
+    pieces = cut_apart(shapes, [key[1:] for key in keys], ranks=shards, how=step.sharding.pieces)
     return [
         UnitOutline(
             shapes[number],

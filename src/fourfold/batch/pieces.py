@@ -12,7 +12,7 @@ Matrices lie before vectors (norms, biases) in every piece, so what decays is th
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,6 +61,27 @@ def cut(units: Sequence[Mapping[str, Shape]], *, ranks: int, how: str) -> list[P
     if how == "blocks" or balance(pieces) <= BALANCED:
         return pieces
     return by_rows
+
+
+def cut_apart(
+    units: Sequence[Mapping[str, Shape]], kinds: Sequence[Hashable], *, ranks: int, how: str
+) -> list[Pieces]:
+    """Cut units as `cut` does, those of each kind by themselves.
+
+    Ranks of tp may hold unequal parts (of a vocabulary). What they hold alike is dealt apart from those, so
+    that all of them cut it alike.
+
+    Args:
+        units: as of `cut`.
+        kinds: of each unit.
+        ranks: of the fsdp axis.
+        how: as of `cut`.
+    """
+    found: dict[int, Pieces] = {}
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        found.update(zip(numbers, cut([units[n] for n in numbers], ranks=ranks, how=how), strict=True))
+    return [found[number] for number in range(len(units))]
 
 
 def balance(pieces: Iterable[Pieces]) -> float:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fourfold.batch.pieces import Pieces, cut
+from fourfold.batch.pieces import cut_apart
 from fourfold.batch.unit_specs import NO_COPIES, Copies
 from fourfold.batch.units import Unit, master_dtype
 from fourfold.collectives import Pending, broadcast_
@@ -138,14 +138,10 @@ def unit_groups(
         index = home.pop() if len(home) == 1 else len(blocks)
         key = (index, parameter.requires_grad, read, copies.get(name, Copies()))
         members.setdefault(key, []).append(name)
-    layouts: dict[tuple[int, bool, torch.dtype, Copies], Pieces] = {}
-    for alike in dict.fromkeys(key[-1] for key in members):  # as in `fourfold.batch.unit_specs`
-        keys = [key for key in members if key[-1] == alike]
-        # A parameter without dims counts as one row.
-        shapes = [{name: tuple(named[name].shape) or (1,) for name in members[key]} for key in keys]
-        layouts.update(zip(keys, cut(shapes, ranks=mesh.shards.size, how=pieces), strict=True))
-    for key in members:
-        (index, _, read, on_tp), laid_out = key, layouts[key]
+    # A parameter without dims counts as one row.
+    shapes = [{name: tuple(named[name].shape) or (1,) for name in found} for found in members.values()]
+    cuts = cut_apart(shapes, [on_tp for *_, on_tp in members], ranks=mesh.shards.size, how=pieces)
+    for (index, _, read, on_tp), laid_out in zip(members, cuts, strict=True):
         values = {name: named.pop(name) for name in laid_out.order}
         unit = Unit(
             groups[index].name,

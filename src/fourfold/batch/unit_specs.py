@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from fourfold.batch.pieces import Pieces, cut
+from fourfold.batch.pieces import Pieces, cut_apart
 from fourfold.batch.units import Slot, master_dtype, slots
 from fourfold.models.parameters import parameter_users
 
@@ -102,13 +102,8 @@ def unit_specs(
     named = dict(model.named_parameters())
     grouped = _grouped(model, segments, rank_of_segment, copies)
     shapes = [{name: tuple(named[name].shape) for name in group.users} for group in grouped]
-    cuts: dict[int, Pieces] = {}
-    # Ranks of tp may hold unequal parts (of a vocabulary). What they hold alike is dealt apart from those, so
-    # that all of them cut it alike.
-    for dealt in dict.fromkeys((group.holders, group.copies) for group in grouped):
-        numbers = [n for n, group in enumerate(grouped) if (group.holders, group.copies) == dealt]
-        found = cut([shapes[number] for number in numbers], ranks=shards, how=pieces)
-        cuts.update(zip(numbers, found, strict=True))
+    kinds = [(group.holders, group.copies) for group in grouped]
+    cuts = cut_apart(shapes, kinds, ranks=shards, how=pieces)
     return [
         UnitSpec(
             group.name,
