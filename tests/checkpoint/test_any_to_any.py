@@ -1,6 +1,5 @@
 """What one layout saves every other one loads: the same bits of every weight and every moment."""
 
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fourfold.checkpoint import Saving, load_newest_, reader, save
+from fourfold.checkpoint import Saving, load_newest_, save
+from fourfold.checkpoint.files import OpenFiles
 from fourfold.checkpoint.manifest import read_manifest
 from fourfold.checkpoint.stripes import Runs
 from fourfold.specs import Layout
@@ -80,17 +80,17 @@ def load_all(layout: str, pieces: str, optimizer: str, sources: list[str], folde
 def reads() -> Iterator[list[tuple[str, int, int]]]:
     """Yield where this process reads tensors from: file, first byte, end."""
     runs: list[tuple[str, int, int]] = []
-    read = reader.read_into
+    read = OpenFiles.read_into
 
-    def noted(descriptor: int, target: NDArray[np.uint8], offset: int) -> None:
-        runs.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, offset + len(target)))
-        read(descriptor, target, offset)
+    def noted(files: OpenFiles, path: Path, target: NDArray[np.uint8], offset: int) -> None:
+        runs.append((str(path), offset, offset + len(target)))
+        read(files, path, target, offset)
 
-    reader.read_into = noted
+    OpenFiles.read_into = noted
     try:
         yield runs
     finally:
-        reader.read_into = read
+        OpenFiles.read_into = read
 
 
 @pytest.fixture(scope="module", params=[("adamw", LAYOUTS), ("muon", MUON)], ids=lambda param: param[0])

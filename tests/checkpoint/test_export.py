@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "_write_all", full)
+    monkeypatch.setattr(export, "write_all", full)
     with pytest.raises(RunStopped, match=r"cannot write .*model.safetensors: No space left on device"):
         export_model(tmp_path, tmp_path / "model")
     assert equal(weights_of(tmp_path / "model"), expected)

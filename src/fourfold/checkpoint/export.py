@@ -5,17 +5,16 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fourfold
-from fourfold.checkpoint.files import content_of, header_of, write_bytes
-from fourfold.checkpoint.hugging_face import CONFIG, DTYPES, INDEX, WEIGHTS
+from fourfold.checkpoint.files import NAMES, content_of, header_of, write_all, write_bytes
+from fourfold.checkpoint.hugging_face import CONFIG, INDEX, WEIGHTS
 from fourfold.checkpoint.manifest import WEIGHT, Damaged, Manifest, read_manifest
-from fourfold.checkpoint.model import newest_good, spec_of, tokenizer_of
+from fourfold.checkpoint.model import of_newest_good, spec_of, tokenizer_of
 from fourfold.checkpoint.reader import Reader, damaged_pieces
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Stripes
@@ -29,7 +28,6 @@ SHARD_BYTES = 5 * 10**9
 """The most that one file of weights holds, where no single weight is larger."""
 CHUNK = 2**22
 """So many elements are in memory at a time."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def export_model(
         return _write(checkpoint, partial, dtype, shard_bytes)
 
     try:
-        done = newest_good(source, write, tell)
+        done = of_newest_good(source, write, tell)
         with writing(folder):
             _put_in_place(partial, folder)
     finally:
@@ -160,20 +158,14 @@ def _write_weights(
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         tensors[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     with path.open("wb", buffering=0) as file:
-        _write_all(file, header_of(tensors))
+        write_all(file.fileno(), header_of(tensors))
         for name, shape in shapes.items():
             stored, numel = manifest.tensors[name], torch.Size(shape).numel()
             for first in range(0, numel, CHUNK):
                 values = torch.empty(min(CHUNK, numel - first), dtype=getattr(torch, stored.dtype))
                 reader.read(Held(stored, (Stripes(first, len(values)),), values, owners=1))
-                _write_all(file, content_of(values.to(dtype)).data)
+                write_all(file.fileno(), content_of(values.to(dtype)).data)
         os.fsync(file.fileno())
-
-
-def _write_all(file: FileIO, content: bytes | memoryview) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _small_files(

@@ -18,8 +18,9 @@ from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
 from fourfold.errors import RunStopped
 
-DTYPES = {"float32": "F32", "float64": "F64"}
-"""Of weights and moments, and what safetensors calls them."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""Of weights and moments, by the name that safetensors has for it."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 2**24
 """So much is checked and written at a time."""
 
@@ -43,21 +44,21 @@ def write_tensors(
         end += count * part.values.itemsize
         whole = count == np.prod(part.tensor.shape, dtype=np.int64)
         tensors[part.tensor.name] = {
-            "dtype": DTYPES[part.tensor.dtype],
+            "dtype": NAMES[getattr(torch, part.tensor.dtype)],
             "shape": list(part.tensor.shape) if whole else [count],
             "data_offsets": [start, end],
         }
     header = header_of(tensors)
     pieces, offset = [], len(header)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as checking:
-        _write(file.fileno(), memoryview(header))
+        write_all(file.fileno(), header)
         for part in parts:
             content, total = content_of(part.values), 0
             for start in range(0, len(content), CHUNK_BYTES):
                 chunk = content[start : start + CHUNK_BYTES]
                 # Neither numpy nor the system holds the interpreter: both go on at once.
                 checked = checking.submit(_checked, chunk, start, part.tensor)
-                _write(file.fileno(), chunk.data)
+                write_all(file.fileno(), chunk.data)
                 _hurry(file.fileno(), offset + start, len(chunk))
                 total += checked.result()
                 wrote(len(chunk))
@@ -77,14 +78,16 @@ def header_of(tensors: Mapping[str, Mapping[str, object]]) -> bytes:
 def write_bytes(path: Path, content: bytes) -> FileEntry:
     """Write a small file onto the disk, and return what the manifest says of it."""
     with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), memoryview(content))
+        write_all(file.fileno(), content)
         os.fsync(file.fileno())
     return FileEntry(len(content), len(content), hashlib.sha256(content).hexdigest())
 
 
-def _write(descriptor: int, content: memoryview) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
+def write_all(descriptor: int, content: bytes | memoryview) -> None:
+    """Write all of it: the system may take a part at a time."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def _hurry(descriptor: int, offset: int, count: int) -> None:
@@ -128,11 +131,28 @@ def piece_bytes(piece: Piece, itemsize: int) -> int:
     return numel(piece.stripes) * itemsize
 
 
-def read_into(descriptor: int, target: NDArray[np.uint8], offset: int) -> None:
-    """Fill ``target`` with the bytes of a file from ``offset`` on. Raises OSError where it ends before."""
-    view = target.data
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if count == 0:
-            raise OSError(f"the file ends at byte {offset}")
-        view, offset = view[count:], offset + count
+class OpenFiles:
+    """Files that are opened at their first use and stay open for reading, until `close`."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def close(self) -> None:
+        """Close all of them."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read_into(self, path: Path, target: NDArray[np.uint8], offset: int) -> None:
+        """Fill ``target`` with the bytes of a file from ``offset`` on.
+
+        Raises OSError where it cannot be read or ends before.
+        """
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        view = target.data
+        while view:
+            count = os.preadv(self._descriptors[path], [view], offset)
+            if count == 0:
+                raise OSError(f"the file ends at byte {offset}")
+            view, offset = view[count:], offset + count

@@ -8,11 +8,15 @@ be out of date.
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from fourfold.checkpoint.manifest import Damaged
+from fourfold.errors import UserError
 from fourfold.run_folder import sync, writing
 
+Result = TypeVar("Result")
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -53,6 +57,35 @@ def complete_(folder: Path) -> None:
         part_of(folder).rename(folder)
         sync(folder.parent)
         shutil.rmtree(folder.with_name(f"{folder.name}.old"), ignore_errors=True)
+
+
+def newest_good(
+    checkpoints: Path,
+    steps: Sequence[int],
+    use: Callable[[Path], Result],
+    tell: Callable[[str], None],
+) -> tuple[int, Result] | None:
+    """Return the first step, and what ``use`` makes of its checkpoint, where that does not raise Damaged.
+
+    None where there are no steps. Raises UserError where all are damaged.
+
+    Args:
+        checkpoints: the folder in which they are.
+        steps: of the checkpoints to try, in this order.
+        use: is given the folder of a checkpoint.
+        tell: is given a line on each broken one that is passed over.
+    """
+    problems: list[str] = []
+    for step in steps:
+        try:
+            return step, use(folder_of(step, checkpoints))
+        except Damaged as damaged:
+            problems += damaged.messages
+            if step != steps[-1]:
+                tell(f"{damaged.messages[0]}: going back to the checkpoint before")
+    if problems:
+        raise UserError(f"no checkpoint in {checkpoints} can be loaded", *problems[:10])
+    return None
 
 
 def set_aside_(folder: Path) -> Path:

@@ -13,7 +13,6 @@ another shape is an error, never a random or a forgotten one.
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.files import CHUNK_BYTES, read_into
+from fourfold.checkpoint.files import CHUNK_BYTES, DTYPES, OpenFiles
 from fourfold.errors import UserError, choices
 from fourfold.specs import ModelSpec
 
@@ -30,8 +29,6 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""What weights may be stored in, by the name that safetensors has for it."""
 LONGEST_HEADER_BYTES = 10**8
 """As the safetensors library has it; what claims more is damaged."""
 MOST_PROBLEMS = 10
@@ -71,8 +68,7 @@ class HuggingFaceWeights:
             raise UserError(*problems[:MOST_PROBLEMS])
         self.located = found
         self.bytes_read = 0
-        self._open: dict[Path, int] = {}
-        self._files = ExitStack()
+        self._files = OpenFiles()
 
     def __enter__(self) -> Self:
         return self
@@ -118,10 +114,8 @@ class HuggingFaceWeights:
         """Read a run of elements in the dtype of the file."""
         content = np.empty(count * weight.dtype.itemsize, np.uint8)
         try:
-            if weight.file not in self._open:
-                self._open[weight.file] = os.open(weight.file, os.O_RDONLY)
-                self._files.callback(os.close, self._open[weight.file])
-            read_into(self._open[weight.file], content, weight.offset + first * weight.dtype.itemsize)
+            start = weight.offset + first * weight.dtype.itemsize
+            self._files.read_into(weight.file, content, start)
         except OSError as error:
             raise UserError(f"{weight.file} cannot be read: {error.strerror or error}") from None
         self.bytes_read += len(content)

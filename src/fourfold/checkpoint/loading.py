@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.folders import folder_of, set_aside_, steps_there
+from fourfold.checkpoint.folders import folder_of, newest_good, set_aside_, steps_there
 from fourfold.checkpoint.manifest import Damaged, Manifest, read_manifest
 from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
 from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there, unlike
@@ -38,23 +38,19 @@ def load_newest_(
     mesh = parallel.mesh
     told = texts_of_all(json.dumps(steps_there(checkpoints)) if mesh.rank == 0 else "", mesh)
     steps: list[int] = json.loads(told[0])
-    problems: list[str] = []
-    for step in steps:
-        folder = folder_of(step, checkpoints)
-        try:
-            load_(parallel, update, folder, run=run, progress=progress)
-        except Damaged as damaged:
-            problems += damaged.messages
-            if mesh.rank == 0 and step != steps[-1]:
-                tell(f"{damaged.messages[0]}: going back to the checkpoint before")
-            continue
-        if mesh.rank == 0:
-            for broken in steps[: steps.index(step)]:
-                tell(f"set aside as {set_aside_(folder_of(broken, checkpoints))}")
-        return step
-    if problems:
-        raise UserError(f"no checkpoint in {checkpoints} can be loaded", *problems[:10])
-    return 0
+    found = newest_good(
+        checkpoints,
+        steps,
+        lambda folder: load_(parallel, update, folder, run=run, progress=progress),
+        tell if mesh.rank == 0 else lambda _: None,
+    )
+    if found is None:
+        return 0
+    step, _ = found
+    if mesh.rank == 0:
+        for broken in steps[: steps.index(step)]:
+            tell(f"set aside as {set_aside_(folder_of(broken, checkpoints))}")
+    return step
 
 
 def load_(

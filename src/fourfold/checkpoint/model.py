@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.folders import CHECKPOINTS, folder_of, steps_there
+from fourfold.checkpoint.folders import CHECKPOINTS, newest_good, steps_there
 from fourfold.checkpoint.hugging_face import CONFIG, HuggingFaceWeights
 from fourfold.checkpoint.manifest import MANIFEST, WEIGHT, Damaged, Manifest, read_manifest
 from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there
@@ -50,7 +50,7 @@ def load_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) 
     that is missing, damaged or does not fit together.
     """
     if any((folder / name).exists() for name in (MANIFEST, RUN_FILE)) or steps_there(folder / CHECKPOINTS):
-        return newest_good(folder, _load, tell)
+        return of_newest_good(folder, _load, tell)
     if not (folder / CONFIG).exists():
         raise UserError(
             f"{folder} is neither the folder of a run, nor a checkpoint, nor a Hugging Face folder with a "
@@ -59,7 +59,7 @@ def load_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) 
     return _load_hugging_face(folder, tell)
 
 
-def newest_good(
+def of_newest_good(
     folder: Path, use: Callable[[Path], Result], tell: Callable[[str], None] = lambda _: None
 ) -> Result:
     """Return what ``use`` makes of a run's newest checkpoint for which it does not raise Damaged.
@@ -77,17 +77,8 @@ def newest_good(
         except Damaged as damaged:
             raise UserError(*damaged.messages[:10]) from None
     checkpoints = folder / CHECKPOINTS
-    steps = steps_there(checkpoints)
-    problems: list[str] = []
-    for step in steps:
-        try:
-            return use(folder_of(step, checkpoints))
-        except Damaged as damaged:
-            problems += damaged.messages
-            if step != steps[-1]:
-                tell(f"{damaged.messages[0]}: going back to the checkpoint before")
-    if problems:
-        raise UserError(f"no checkpoint in {checkpoints} can be loaded", *problems[:10])
+    if found := newest_good(checkpoints, steps_there(checkpoints), use, tell):
+        return found[1]
     if (folder / RUN_FILE).exists():
         raise UserError(f"there is no checkpoint in {folder}: the run has not saved one")
     raise UserError(f"{folder} is neither the folder of a run nor a checkpoint")

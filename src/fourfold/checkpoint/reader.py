@@ -1,9 +1,7 @@
 """Reading parts of tensors from a checkpoint, with every byte that is read counted into a digest."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -11,7 +9,7 @@ import numpy as np
 import torch
 
 from fourfold.checkpoint.digest import MODULUS, digest
-from fourfold.checkpoint.files import content_of, piece_bytes, problem_of, read_into
+from fourfold.checkpoint.files import OpenFiles, content_of, piece_bytes, problem_of
 from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Runs, overlap
@@ -84,8 +82,7 @@ class Reader:
         for number, piece in enumerate(manifest.pieces):
             self._pieces.setdefault(piece.tensor, []).append(number)
         self._runs: dict[int, Runs] = {}
-        self._open: dict[str, int] = {}
-        self._files = ExitStack()
+        self._files = OpenFiles()
         self._on_read = on_read
         self.sums = [0] * len(manifest.pieces)
 
@@ -120,19 +117,12 @@ class Reader:
             target = content[to : to + count]
             path = self._folder / piece.file
             try:
-                read_into(self._descriptor(piece.file), target, piece.offset + source)
+                self._files.read_into(path, target, piece.offset + source)
             except OSError as error:
                 raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
             self.sums[number] = (self.sums[number] + digest(target, source)) % MODULUS
             read += count
         return read
-
-    def _descriptor(self, name: str) -> int:
-        """Open a file at its first use."""
-        if name not in self._open:
-            self._open[name] = os.open(self._folder / name, os.O_RDONLY)
-            self._files.callback(os.close, self._open[name])
-        return self._open[name]
 
 
 def damaged_pieces(
