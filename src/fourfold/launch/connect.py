@@ -157,7 +157,8 @@ def wait_for(
     began = said = time.monotonic()
     try:
         while not store.check([key]):
-            if store.check([FAILED]):
+            # A rank that failed may have set the key before, between these questions: all hear what it said.
+            if store.check([FAILED]) and not store.check([key]):
                 raise RunStopped(f"rank {store.get(FAILED).decode()} failed")
             now = time.monotonic()
             if now - began > seconds:
