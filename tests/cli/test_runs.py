@@ -78,6 +78,12 @@ def finished(folder: Path) -> tuple[Path, str]:
     return folder / "runs" / "run", output
 
 
+@pytest.fixture(scope="module")
+def tokenized(finished: tuple[Path, str], folder: Path) -> Path:
+    """The folder once its corpus is in the cache: what a run says then is about the run alone."""
+    return folder
+
+
 def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
     folder, output = finished
     names = {
@@ -219,9 +225,9 @@ def test_a_run_goes_on_on_another_layout_and_only_as_itself(
     assert output.endswith("nothing is left to do: give a larger training.steps to go on\n")
 
 
-def test_a_killed_rank_ends_the_run(folder: Path):
-    run = start(folder, "train", "run.toml", "--set", "training.steps=100000", "--set", "folder=killed")
-    metrics = folder / "killed" / "metrics.jsonl"
+def test_a_killed_rank_ends_the_run(tokenized: Path):
+    run = start(tokenized, "train", "run.toml", "--set", "training.steps=100000", "--set", "folder=killed")
+    metrics = tokenized / "killed" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     ranks = children(run.pid)
     assert len(ranks) == 2
@@ -238,9 +244,9 @@ def test_a_killed_rank_ends_the_run(folder: Path):
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_full_disk_ends_the_run(folder: Path):
+def test_a_full_disk_ends_the_run(tokenized: Path):
     asked = ("--set", "training.steps=100000", "--set", "folder=full")
-    status, _, errors = trained_alone(folder, *asked, largest_file_bytes=4096)
+    status, _, errors = trained_alone(tokenized, *asked, largest_file_bytes=4096)
     assert (status, errors) == (1, "error: cannot write full/metrics.jsonl: File too large\n")
 
 
@@ -289,12 +295,12 @@ def test_torchrun_starts_the_ranks(folder: Path):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_of_a_joined_job(folder: Path, killed: int):
+def test_a_killed_rank_of_a_joined_job(tokenized: Path, killed: int):
     name = f"killed-joined-{killed}"
     ranks = start_joined(
-        folder, "train", "run.toml", "--set", "training.steps=100000", "--set", f"folder={name}"
+        tokenized, "train", "run.toml", "--set", "training.steps=100000", "--set", f"folder={name}"
     )
-    metrics = folder / name / "metrics.jsonl"
+    metrics = tokenized / name / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
     ranks[killed].kill()
     _, errors = ranks[1 - killed].communicate(SECONDS_TO_END)
@@ -345,21 +351,21 @@ def test_what_machines_have_to_agree_on(folder: Path):
     assert errors_on_two_machines(folder) == [[], []], "the same content by other names"
 
 
-def test_a_run_that_diverges_leaves_its_pictures(folder: Path):
+def test_a_run_that_diverges_leaves_its_pictures(tokenized: Path):
     asked = ("optimizer.schedule=constant", "optimizer.learning_rate=1e30", "folder=diverged")
-    statuses, _, errors = trained(folder, *(word for value in asked for word in ("--set", value)))
+    statuses, _, errors = trained(tokenized, *(word for value in asked for word in ("--set", value)))
     assert statuses == [1, 1]
     for rank, text in enumerate(errors):
         [message] = text.splitlines()
         assert message.startswith(f"rank {rank}: error: step 2 is not finite; no weight was changed by it: ")
     left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
-    assert {path.name for path in (folder / "diverged").iterdir()} == left
-    last = json.loads((folder / "diverged" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {path.name for path in (tokenized / "diverged").iterdir()} == left
+    last = json.loads((tokenized / "diverged" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 2
     assert "nan" in (last["loss"], last["grad_norm"])
 
 
-def test_a_last_step_that_breaks_the_weights_keeps_no_checkpoint(folder: Path):
+def test_a_last_step_that_breaks_the_weights_keeps_no_checkpoint(tokenized: Path):
     asked = (
         "optimizer.schedule=constant",
         "optimizer.learning_rate=3e38",
@@ -367,12 +373,12 @@ def test_a_last_step_that_breaks_the_weights_keeps_no_checkpoint(folder: Path):
         "folder=broken",
     )
     settings = [word for value in asked for word in ("--set", value)]
-    status, _, errors = trained_alone(folder, *settings)
+    status, _, errors = trained_alone(tokenized, *settings)
     assert status == 1
     [message] = errors.splitlines()
     assert message.startswith("error: the held-out loss after step 1 is nan: ")
     left = {"run.toml", "metrics.jsonl", "loss.png", "throughput.png"}
-    assert {path.name for path in (folder / "broken").iterdir()} == left
+    assert {path.name for path in (tokenized / "broken").iterdir()} == left
 
 
 def children(pid: int) -> list[int]:
