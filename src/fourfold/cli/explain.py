@@ -1,7 +1,6 @@
 """``fourfold explain``: what a training step would take, before anything runs."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +18,10 @@ from fourfold.cli.step_options import (
     SequenceLength,
     step_asked_for,
 )
+from fourfold.cli.tables import size, table, title, traffic
 
 if TYPE_CHECKING:
     from fourfold.explain import Explanation
-    from fourfold.outline import Step
 
 _WIDTH, _LINES = 118, 24
 """Characters of a line, and lines, of the drawn program."""
@@ -61,17 +60,6 @@ def text(found: "Explanation", name: str) -> str:
     """An explanation as tables."""
     return "\n\n".join(
         [title(found.step, name), _memory(found), _flops(found), _traffic(found), _drawn(found)]
-    )
-
-
-def title(step: "Step", name: str) -> str:
-    """What the step is, in two lines."""
-    ranks = step.layout.world_size
-    return (
-        f"{name}: {step.spec.num_parameters:,} parameters on {ranks:,} {'ranks' if ranks > 1 else 'rank'}, "
-        f"{step.layout}\n"
-        f"a step of {step.batch:,} sequences of {step.sequence_length:,} tokens: on each rank "
-        f"{step.microbatches} x {step.rows}, {step.dtype}, recompute {step.recompute}, {step.optimizer}"
     )
 
 
@@ -118,15 +106,8 @@ def _flops(found: "Explanation") -> str:
 def _traffic(found: "Explanation") -> str:
     totals = [sum(row.sent_bytes for row in rows) for rows in found.traffic]
     rank = totals.index(max(totals))
-    rows = [["op", "axis", "calls", "messages", "sent"]]
-    rows += [
-        [row.op, row.axis, f"{row.calls:,}", size(row.message_bytes), size(row.sent_bytes)]
-        for row in found.traffic[rank]
-    ]
     where = f", on pipeline rank {rank}, where it is most" if found.step.layout.pp > 1 else ""
-    return f"what a rank sends and receives in a step, in GiB{where}\n" + (
-        table(rows, left=2) if len(rows) > 1 else "nothing"
-    )
+    return f"what a rank sends and receives in a step, in GiB{where}\n{traffic(found.traffic[rank])}"
 
 
 def _drawn(found: "Explanation") -> str:
@@ -145,21 +126,3 @@ def _drawn(found: "Explanation") -> str:
     if len(lines) > _LINES or max(map(len, lines)) > _WIDTH:
         return f"{what.partition(':')[0]}, is too long for here: --picture draws it"
     return "\n".join([what, *lines])
-
-
-def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Columns side by side, the first ``left`` of them aligned to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def size(nbytes: float) -> str:
-    """Bytes in GiB, with so many digits that a small number is not 0."""
-    return f"{nbytes / 2**30:.2f}" if nbytes >= 2**30 / 10 or not nbytes else f"{nbytes / 2**30:.2g}"

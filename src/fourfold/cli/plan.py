@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fourfold.cli.explain import table
+from fourfold.cli.tables import table
 from fourfold.errors import UserError, choices
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ def plan(
         typer.echo("\n".join([text(found, asked, model, top), *answers.values()]))
     if out is not None:
         from fourfold.planner.report import run_of
+        from fourfold.run_folder import writing
 
-        out.write_text(run_of(found.plans[0], model).to_toml(), encoding="utf-8")
+        with writing(out):
+            out.write_text(run_of(found.plans[0], model).to_toml(), encoding="utf-8")
         typer.echo(f"wrote {out}: its steps, learning rate and data are yours to set", err=as_json)
 
 

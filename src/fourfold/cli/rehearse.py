@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.explain import size, table, title
 from fourfold.cli.step_options import (
     Batch,
     Dtype,
@@ -18,6 +17,7 @@ from fourfold.cli.step_options import (
     SequenceLength,
     step_asked_for,
 )
+from fourfold.cli.tables import size, table, title, traffic
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,17 +109,11 @@ def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) ->
     ]
     peak = sum(found.peak_bytes.values())
     memory.append(["all", size(sum(found.rest_bytes.values())), size(peak), size(predicted.peak)])
-    rows = [["op", "axis", "calls", "messages", "sent"]]
-    rows += [
-        [row.op, row.axis, f"{row.calls:,}", size(row.message_bytes), size(row.sent_bytes)]
-        for row in summed_up(found.events, step.layout)
-    ]
-    traffic = table(rows, left=2) if len(rows) > 1 else "nothing"
     return "\n\n".join(
         [
             f"{title(step, name)}\nrehearsed: rank {found.rank:,}{place}",
             f"{table(memory, left=1)}\nthe peak is {peak / predicted.peak - 1:+.2%} off the prediction",
             f"FLOPs of a step on this rank: {found.flops:.6g}",
-            f"what it sends and receives in a step, in GiB\n{traffic}",
+            f"what it sends and receives in a step, in GiB\n{traffic(summed_up(found.events, step.layout))}",
         ]
     )

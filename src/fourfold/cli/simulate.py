@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.explain import table, title
 from fourfold.cli.step_options import (
     Batch,
     Dtype,
@@ -19,6 +18,7 @@ from fourfold.cli.step_options import (
     SequenceLength,
     step_asked_for,
 )
+from fourfold.cli.tables import table, title
 from fourfold.errors import UserError, choices
 
 if TYPE_CHECKING:
