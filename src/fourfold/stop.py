@@ -2,14 +2,34 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """How a person, a scheduler (SIGTERM) and Slurm's warning (``--signal=USR1@300``) ask."""
 
 _asked = False
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[dict[signal.Signals, Any]]:
+    """Have ``handler`` called at these signals while the context is open; yield what handled them before.
+
+    Python lets the main thread alone do so: in another one nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield before
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 @contextmanager
@@ -20,9 +40,6 @@ def listening() -> Iterator[None]:
     """
     global _asked
     _asked = False
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def ask(number: int, _: FrameType | None) -> None:
         global _asked
@@ -30,12 +47,8 @@ def listening() -> Iterator[None]:
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
-    try:
+    with handling(SIGNALS, ask) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def is_asked() -> bool:

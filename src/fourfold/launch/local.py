@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from fourfold.launch.job import JobEnvironment, joined_job
 from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS, Rank
 from fourfold.launch.rank_process import JOB, RESULT, leave_group, place_of
 from fourfold.launch.watch import Watch
+from fourfold.stop import handling
 
 # Ranks of a layout on trial may wait for each other on few cores; with more, a step takes for ever.
 RANKS_PER_CORE = 8
@@ -199,19 +199,10 @@ def _raise_ended(number: signal.Signals) -> NoReturn:
 def _signals() -> Iterator[list[signal.Signals]]:
     """Yield a list that gets the signals that this process gets, in order, while the context is open."""
     received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
+    with handling(
+        (*ENDING_SIGNALS, signal.SIGUSR1), lambda number, _: received.append(signal.Signals(number))
+    ):
         yield received
-        return
-    numbers = (*ENDING_SIGNALS, signal.SIGUSR1)
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(signal.Signals(number)))
-        for number in numbers
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _write_job(folder: Path, target: Callable[..., Any], arguments: Sequence[Any]) -> Path:

@@ -69,16 +69,37 @@ class Watch:
             kind = stopped if is_stopped(pid) else waiting if places[rank].is_waiting else busy
             kind.append(rank)
             states.append("stopped" if kind is stopped else f"{seconds:.0f} s of CPU time since")
-        what = "all wait for each other"
-        if stopped:
-            what = f"{named(stopped)} stopped, as by SIGSTOP or a debugger"
-        elif busy:
-            what = f"{named(busy)} in a long action, or stuck" + ("; the others wait" if waiting else "")
-        shown = range(len(places)) if len(places) <= SHOWN_RANKS else [*stopped, *busy, *waiting]
-        return [
-            f"no rank has moved for {self._still_seconds:.0f} s: {what}",
-            *(f"  rank {rank} {places[rank]} ({states[rank]})" for rank in shown[:SHOWN_RANKS]),
-        ]
+        gone = f"{named(stopped)} stopped, as by SIGSTOP or a debugger" if stopped else ""
+        lines = [f"{places[rank]} ({state})" for rank, state in enumerate(states)]
+        return standstill(self._still_seconds, lines, [*stopped, *busy, *waiting], busy, waiting, gone=gone)
+
+
+def standstill(
+    seconds: float,
+    lines: Sequence[str],
+    nearest: Sequence[int],
+    busy: Sequence[int],
+    waiting: Sequence[int],
+    *,
+    gone: str,
+) -> list[str]:
+    """Say that no rank has moved, for which of them the others wait, and where they are.
+
+    Args:
+        seconds: for how long.
+        lines: on each rank.
+        nearest: all ranks, those first that are nearest to the cause: of many, these are shown.
+        busy: those that are in an action, and ``waiting`` those that wait for others.
+        gone: which do nothing at all, and why, in words; empty where there are none.
+    """
+    what = gone or "all wait for each other"
+    if busy and not gone:
+        what = f"{named(busy)} in a long action, or stuck" + ("; the others wait" if waiting else "")
+    shown = range(len(lines)) if len(lines) <= SHOWN_RANKS else nearest[:SHOWN_RANKS]
+    return [
+        f"no rank has moved for {seconds:.0f} s: {what}",
+        *(f"  rank {rank} {lines[rank]}" for rank in shown),
+    ]
 
 
 def named(ranks: Sequence[int]) -> str:

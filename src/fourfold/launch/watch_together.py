@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from fourfold.launch.watch import SHOWN_RANKS, named
+from fourfold.launch.watch import named, standstill
 from fourfold.place import HERE
 
 if TYPE_CHECKING:
@@ -114,14 +114,7 @@ def report(told: Sequence[Told | None], seconds: float) -> list[str]:
     silent = [rank for rank, one in enumerate(told) if one is None]
     busy = [rank for rank, one in enumerate(told) if one is not None and not one.is_waiting]
     waiting = [rank for rank, one in enumerate(told) if one is not None and one.is_waiting]
-    what = "all wait for each other"
-    if silent:
-        what = f"{named(silent)} not heard of any more: frozen, or its machine or link is gone"
-    elif busy:
-        what = f"{named(busy)} in a long action, or stuck" + ("; the others wait" if waiting else "")
-    shown = range(len(told)) if len(told) <= SHOWN_RANKS else [*silent, *busy, *waiting][:SHOWN_RANKS]
-    lines = [f"error: no rank has moved for {seconds:.0f} s: {what}"]
-    for rank in shown:
-        one = told[rank]
-        lines.append(f"  rank {rank} {'is silent' if one is None else one.place}")
-    return lines
+    gone = f"{named(silent)} not heard of any more: frozen, or its machine or link is gone" if silent else ""
+    lines = ["is silent" if one is None else one.place for one in told]
+    first, *others = standstill(seconds, lines, [*silent, *busy, *waiting], busy, waiting, gone=gone)
+    return [f"error: {first}", *others]
