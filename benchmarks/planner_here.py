@@ -32,6 +32,7 @@ from fourfold.measured import measured_timeline
 from fourfold.mesh import Mesh
 from fourfold.outline import Step, outline
 from fourfold.planner.machine import Machine
+from fourfold.planner.simulated import Simulation
 from fourfold.planner.simulation_loads import simulate_step
 from fourfold.specs import Layout, RunSpec
 from fourfold.training import Trainer
@@ -135,8 +136,8 @@ def steps_of(ranks: int, sequence: int, layout: str, microbatches: int) -> Measu
     return Measured(ranks, sequence, layout, microbatches, seconds, means, spans)
 
 
-def predicted(machine: Machine, found: Measured) -> Row:
-    """Predict a measured step."""
+def simulated_as(found: Measured, machine: Machine) -> Simulation:
+    """A measured step, simulated."""
     step = Step(
         MODEL,
         Layout.parse(found.layout),
@@ -144,7 +145,12 @@ def predicted(machine: Machine, found: Measured) -> Row:
         sequence_length=found.sequence,
         microbatches=found.microbatches,
     )
-    simulated = simulate_step(outline(step), machine)
+    return simulate_step(outline(step), machine)
+
+
+def predicted(machine: Machine, found: Measured) -> Row:
+    """Predict a measured step."""
+    simulated = simulated_as(found, machine)
     return Row(
         found.ranks,
         found.sequence,

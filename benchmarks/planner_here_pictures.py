@@ -13,16 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from matplotlib.figure import Figure
 
-from benchmarks.planner_here import BATCH, Measured, Row, predicted
-from benchmarks.workloads import MODEL
-from fourfold.outline import Step, outline
+from benchmarks.planner_here import Measured, Row, predicted, simulated_as
 from fourfold.planner.machine import Machine
-from fourfold.planner.simulation_loads import simulate_step
 from fourfold.program import Action
 from fourfold.program.actions import COMMUNICATION
 from fourfold.program.clock import Span
 from fourfold.program.draw import COLOURS
-from fourfold.specs import Layout
 
 COLOURS_OF_RANKS = {2: "#2f5d8c", 4: "#d9772b"}
 MARKERS = {128: "o", 256: "s"}
@@ -61,14 +57,7 @@ def draw_accuracy(path: Path, rows: Sequence[Row]) -> None:
 
 def draw_overlay(path: Path, machine: Machine, found: Measured) -> None:
     """The timelines of a step as predicted and, below, as it ran, rank by rank."""
-    step = Step(
-        MODEL,
-        Layout.parse(found.layout),
-        batch=BATCH,
-        sequence_length=found.sequence,
-        microbatches=found.microbatches,
-    )
-    simulated = simulate_step(outline(step), machine)
+    simulated = simulated_as(found, machine)
     ran = [Span(rank, Action.parse(text), begin, end) for rank, text, begin, end in found.spans]
     ranks = simulated.timeline.num_ranks
     figure = Figure(figsize=(11, 1.2 + 0.9 * ranks), dpi=120, layout="constrained")

@@ -14,6 +14,21 @@ from benchmarks.workloads import WORKLOADS
 LOSS_TOLERANCE = 1e-3
 """Relative; contestants start from the same weights and see the same tokens, in float32."""
 
+COLUMNS = (
+    "workload",
+    "layout",
+    "ours ms",
+    "peer",
+    "peer ms",
+    "ratio",
+    "limit ms",
+    "MiB/step",
+    "ours",
+    "peer",
+    "peak MiB ours",
+    "peer",
+)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -69,6 +84,23 @@ class Row:
             peer_peak_bytes=peer_score.peak_bytes,
         )
 
+    def cells(self) -> tuple[str, ...]:
+        """What stands in each of the `COLUMNS`."""
+        return (
+            self.workload,
+            self.layout,
+            f"{self.ours_seconds * 1e3:.1f}",
+            self.peer,
+            f"{self.peer_seconds * 1e3:.1f}",
+            f"{self.ratio:.3f} ({self.ratio_low:.2f}-{self.ratio_high:.2f})",
+            f"{self.limit_seconds * 1e3:.1f}",
+            f"{self.formula_bytes / 2**20:.1f}",
+            f"{self.ours_bytes / 2**20:.1f}",
+            f"{self.peer_bytes / 2**20:.1f}",
+            f"{self.ours_peak_bytes / 2**20:.0f}",
+            f"{self.peer_peak_bytes / 2**20:.0f}",
+        )
+
 
 @dataclass(frozen=True)
 class Options:
@@ -120,35 +152,8 @@ def show(rows: Sequence[Row], *, json: bool) -> None:
         print(json_module.dumps([asdict(row) for row in rows], indent=2))
         return
     table = Table(title="medians of interleaved steps; ratio = ours / peer, round by round (quartiles)")
-    columns = (
-        "workload",
-        "layout",
-        "ours ms",
-        "peer",
-        "peer ms",
-        "ratio",
-        "limit ms",
-        "MiB/step",
-        "ours",
-        "peer",
-        "peak MiB ours",
-        "peer",
-    )
-    for column in columns:
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("workload", "layout", "peer") else "right")
     for row in rows:
-        table.add_row(
-            row.workload,
-            row.layout,
-            f"{row.ours_seconds * 1e3:.1f}",
-            row.peer,
-            f"{row.peer_seconds * 1e3:.1f}",
-            f"{row.ratio:.3f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})",
-            f"{row.limit_seconds * 1e3:.1f}",
-            f"{row.formula_bytes / 2**20:.1f}",
-            f"{row.ours_bytes / 2**20:.1f}",
-            f"{row.peer_bytes / 2**20:.1f}",
-            f"{row.ours_peak_bytes / 2**20:.0f}",
-            f"{row.peer_peak_bytes / 2**20:.0f}",
-        )
+        table.add_row(*row.cells())
     Console(width=150).print(table)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.report import Row, show
+from benchmarks.report import COLUMNS, Row, show
 from benchmarks.workloads import WORKLOADS
 
 BENCHMARKS = {
@@ -61,8 +61,6 @@ def measured(name: str, options: Sequence[str]) -> list[Row]:
 
 def page(rows: Sequence[Row]) -> str:
     """All rows in Markdown, with what they were measured on."""
-    columns = ["workload", "layout", "ours ms", "peer", "peer ms", "ratio", "limit ms"]
-    columns += ["MiB ours", "MiB peer", "peak ours", "peak peer"]
     versions = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     lines = [
         "# Ours beside the peers'",
@@ -72,24 +70,10 @@ def page(rows: Sequence[Row]) -> str:
         "MiB sent a rank and step; peak MiB above the imports. How it is measured, and what it says:",
         "[README.md](README.md).",
         "",
-        "| " + " | ".join(columns) + " |",
-        "|---" * len(columns) + "|",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---" * len(COLUMNS) + "|",
     ]
-    for row in rows:
-        cells = (
-            row.workload,
-            row.layout,
-            f"{row.ours_seconds * 1e3:.0f}",
-            row.peer,
-            f"{row.peer_seconds * 1e3:.0f}",
-            f"{row.ratio:.2f} ({row.ratio_low:.2f} to {row.ratio_high:.2f})",
-            f"{row.limit_seconds * 1e3:.0f}",
-            f"{row.ours_bytes / 2**20:.1f}",
-            f"{row.peer_bytes / 2**20:.1f}",
-            f"{row.ours_peak_bytes / 2**20:.0f}",
-            f"{row.peer_peak_bytes / 2**20:.0f}",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.cli.test_commands import RUN
 from tests.cli.test_runs import SECONDS_TO_END
+from tests.launch.test_faults import LONG
 
 SCRIPT = """
 set -e
@@ -39,14 +40,6 @@ read line
 """Makes the nodes and ends with its standard input."""
 PATIENCE_SECONDS = 120.0
 ENTER = ["nsenter", "-U", "--preserve-credentials", "-n", "-t"]
-LONG = (
-    "--set",
-    "training.steps=100000",
-    "--set",
-    "checkpoint.every=20",
-    "--set",
-    "optimizer.schedule=constant",
-)
 
 
 class Nodes:
