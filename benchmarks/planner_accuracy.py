@@ -15,11 +15,11 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from fourfold.planner.plans import Question
 
 from benchmarks.published_runs import PublishedRun, Row, model_of, published, rows
 from fourfold.flops import Convention, model_flops_per_token
 from fourfold.planner.fits import USABLE
+from fourfold.planner.plans import Question
 from fourfold.planner.search import Search
 from fourfold.planner.step_time import StepTime, StepTimes
 
