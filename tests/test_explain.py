@@ -81,6 +81,26 @@ def test_bytes_of_the_batch_axis_by_arithmetic(largest: Explanation) -> None:
         assert rows["send", "pp"].message_bytes == 2 * 16 * stream // 8
 
 
+def test_ulysses_sends_to_its_own_ranks_alone() -> None:
+    """In pairs on 4 ranks each sends half of what it hands in, not three quarters."""
+    step = Step(
+        ModelSpec.preset("tiny"),
+        Layout.parse("cp4:ulysses2"),
+        batch=2,
+        sequence_length=64,
+        microbatches=1,
+        dtype="float32",
+    )
+    rows = {(row.op, row.axis): row for row in explain(step).traffic[0]}
+    exchange, keys = rows["all_to_all", "cp"], rows["send", "cp"]
+    # A layer has 4 exchanges of 16 tokens of 2 rows: 8 query heads with 4 of keys and 4 of values, and the
+    # output's 8; backward the same.
+    assert exchange.calls == 4 * step.spec.num_hidden_layers
+    assert exchange.message_bytes == 2 * 16 * 2 * (16 + 8) * step.spec.head_dim * 4 * 4
+    assert exchange.sent_bytes == exchange.message_bytes / 2
+    assert keys.sent_bytes == keys.message_bytes
+
+
 def test_the_bubble_of_1f1b() -> None:
     """(P - 1)(F + I) / (M (F + I + W) + (P - 1)(F + I)): a gradient is sent before weight gradients."""
     step = Step(

@@ -22,7 +22,6 @@ from fourfold.program.clock import Timeline, clock, peak_activations
 from fourfold.rank_memory import Holdings, RankMemory, rank_memory
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.sequence.rows import Documents
-from fourfold.specs import Layout
 from fourfold.step_flops import StepFlops, StepWork
 from fourfold.traffic import Event, counted, sent_bytes
 
@@ -92,7 +91,7 @@ class Explanation:
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
         """What a rank of each pipeline stage sends and receives."""
-        return [summed_up(self.events(rank), self.step.layout) for rank in range(self.step.layout.pp)]
+        return [summed_up(self.events(rank), self.step) for rank in range(self.step.layout.pp)]
 
     def events(
         self, rank: int, *, shard: int | None = None, documents: Sequence[Documents] | None = None
@@ -258,12 +257,15 @@ def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:
     return total * ITEMSIZES[master_dtype(found.step.dtype)]
 
 
-def summed_up(events: Sequence[Event], layout: Layout) -> list[Traffic]:
-    """Events by op and axis, the most bytes first."""
+def summed_up(events: Sequence[Event], step: Step) -> list[Traffic]:
+    """The events of a rank's step by op and axis, the most bytes first."""
     sent: dict[tuple[str, str], float] = {}
     for event, times in Counter(events).items():
         key = event.op, event.axis
-        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, layout.size(*event.axis.split(",")))
+        size = step.layout.size(*event.axis.split(","))
+        if key == ("all_to_all", "cp"):  # Ulysses': of the cp axis only its own ranks take part
+            size = step.sizes.ulysses
+        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, size)
     found = [Traffic(*key, *totals, sent[key]) for key, totals in counted(events).items()]
     return sorted(found, key=lambda row: (-row.message_bytes, row.op, row.axis))
 

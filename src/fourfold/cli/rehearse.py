@@ -84,7 +84,7 @@ def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[st
         "predicted_peak_bytes": predicted.peak,
         "predicted_at_peak_bytes": {c.value: n for c, n in predicted.at_peak.items()},
         "flops": found.flops,
-        "traffic": [asdict(row) for row in summed_up(found.events, step.layout)],
+        "traffic": [asdict(row) for row in summed_up(found.events, step)],
     }
 
 
@@ -114,6 +114,6 @@ def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) ->
             f"{title(step, name)}\nrehearsed: rank {found.rank:,}{place}",
             f"{table(memory, left=1)}\nthe peak is {peak / predicted.peak - 1:+.2%} off the prediction",
             f"FLOPs of a step on this rank: {found.flops:.6g}",
-            f"what it sends and receives in a step, in GiB\n{traffic(summed_up(found.events, step.layout))}",
+            f"what it sends and receives in a step, in GiB\n{traffic(summed_up(found.events, step))}",
         ]
     )
