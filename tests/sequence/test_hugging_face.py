@@ -154,6 +154,7 @@ def refusal(model: Any) -> str:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
+    # CP-17
     assert "Linear is no model of Hugging Face" in refusal(torch.nn.Linear(2, 2))
     config = transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2)
     assert "model_type='mamba'" in refusal(transformers.MambaForCausalLM(config))
@@ -164,6 +165,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 
 def test_a_call_without_the_batch_is_refused() -> None:
+    # CP-11
     model = model_of("llama")
     context = context_parallel_(model, Mesh(Layout()))
     batch = batch_of(PACKED)

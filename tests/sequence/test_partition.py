@@ -95,6 +95,7 @@ def test_one_document_is_zigzag_and_balanced(ranks: int) -> None:
 
 def test_packed_documents_are_balanced() -> None:
     """Documents of 4 and 12 tokens on 2 ranks: 88 pairs, 44 each."""
+    # CP-18
     assert partition_of((4, 12), 2).work((4, 12)) == [44, 44]
 
 
