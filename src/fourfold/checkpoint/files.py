@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.checkpoint.digest import digest
-from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece, Stored
+from fourfold.checkpoint.digest import MODULUS, digest
+from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
 from fourfold.errors import RunStopped
@@ -23,6 +25,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 2**24
 """So much is checked and written at a time."""
+MOST_CHUNKS = 512
+"""The most that are written with one call: systems take 1024 and more."""
 
 
 def content_of(values: Tensor) -> NDArray[np.uint8]:
@@ -49,23 +53,51 @@ def write_tensors(
             "data_offsets": [start, end],
         }
     header = header_of(tensors)
-    pieces, offset = [], len(header)
+    sums, offset = [0] * len(parts), len(header)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as checking:
         write_all(file.fileno(), header)
-        for part in parts:
-            content, total = content_of(part.values), 0
-            for start in range(0, len(content), CHUNK_BYTES):
-                chunk = content[start : start + CHUNK_BYTES]
-                # Neither numpy nor the system holds the interpreter: both go on at once.
-                checked = checking.submit(_checked, chunk, start, part.tensor)
-                write_all(file.fileno(), chunk.data)
-                _hurry(file.fileno(), offset + start, len(chunk))
-                total += checked.result()
-                wrote(len(chunk))
-            pieces.append(Piece(part.tensor.name, path.name, offset, part.stripes, total % 2**64))
-            offset += len(content)
+        for batch in _batches(parts):
+            # Neither numpy nor the system holds the interpreter: both go on at once.
+            checked = checking.submit(_checked, batch, parts)
+            write_all(file.fileno(), *(chunk.content.data for chunk in batch))
+            count = sum(len(chunk.content) for chunk in batch)
+            _hurry(file.fileno(), offset, count)
+            offset += count
+            for chunk, added in zip(batch, checked.result(), strict=True):
+                sums[chunk.part] += added
+            wrote(count)
         os.fsync(file.fileno())
+    pieces, place = [], len(header)
+    for part, total in zip(parts, sums, strict=True):
+        pieces.append(Piece(part.tensor.name, path.name, place, part.stripes, total % MODULUS))
+        place += part.values.numel() * part.values.itemsize
     return FileEntry(offset, len(header), hashlib.sha256(header).hexdigest()), pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Bytes of a part: its number, the place of the first of them in it, and themselves."""
+
+    part: int
+    first_byte: int
+    content: NDArray[np.uint8]
+
+
+def _batches(parts: Sequence[Held]) -> Iterator[list[_Chunk]]:
+    """Yield the bytes of all parts, in order, so many at a time as are written and checked in one go."""
+    batch: list[_Chunk] = []
+    filled = 0
+    for number, part in enumerate(parts):
+        content = content_of(part.values)
+        for start in range(0, len(content), CHUNK_BYTES):
+            chunk = _Chunk(number, start, content[start : start + CHUNK_BYTES])
+            if batch and (filled + len(chunk.content) > CHUNK_BYTES or len(batch) == MOST_CHUNKS):
+                yield batch
+                batch, filled = [], 0
+            batch.append(chunk)
+            filled += len(chunk.content)
+    if batch:
+        yield batch
 
 
 def header_of(tensors: Mapping[str, Mapping[str, object]]) -> bytes:
@@ -83,11 +115,15 @@ def write_bytes(path: Path, content: bytes) -> FileEntry:
     return FileEntry(len(content), len(content), hashlib.sha256(content).hexdigest())
 
 
-def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all of it: the system may take a part at a time."""
-    left = memoryview(content)
+def write_all(descriptor: int, *contents: bytes | memoryview) -> None:
+    """Write all of some bytes, one after another: the system may take a part at a time."""
+    left = deque(memoryview(content) for content in contents)
     while left:
-        left = left[os.write(descriptor, left) :]
+        count = os.writev(descriptor, left)
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
 
 
 def _hurry(descriptor: int, offset: int, count: int) -> None:
@@ -99,13 +135,15 @@ def _hurry(descriptor: int, offset: int, count: int) -> None:
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
-def _checked(content: NDArray[np.uint8], first_byte: int, tensor: Stored) -> int:
-    """Return the digest of a chunk. Raises RunStopped at a weight that is not finite."""
-    if tensor.state == WEIGHT:
-        numbers = content.view(tensor.dtype)
-        if not np.isfinite([numbers.max(), numbers.min()]).all():  # either is nan where one is
-            raise RunStopped(f"weights are not finite, first in {tensor.name}")
-    return digest(content, first_byte)
+def _checked(batch: Sequence[_Chunk], parts: Sequence[Held]) -> list[int]:
+    """Return the digest of each chunk. Raises RunStopped at a weight that is not finite."""
+    for chunk in batch:
+        tensor = parts[chunk.part].tensor
+        if tensor.state == WEIGHT:
+            numbers = chunk.content.view(tensor.dtype)
+            if not np.isfinite([numbers.max(), numbers.min()]).all():  # either is nan where one is
+                raise RunStopped(f"weights are not finite, first in {tensor.name}")
+    return [digest(chunk.content, chunk.first_byte) for chunk in batch]
 
 
 def problem_of(path: Path, entry: FileEntry) -> str | None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,9 @@ class Manifest:
             "updates": self.updates,
             "run": dict(self.run),
             "about": dict(self.about),
-            "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: vars(tensor) for name, tensor in self.tensors.items()},
             "pieces": [piece_values(piece) for piece in self.pieces],
-            "files": {name: asdict(entry) for name, entry in self.files.items()},
+            "files": {name: vars(entry) for name, entry in self.files.items()},
         }
         return json.dumps({**content, "sha256": _sha256(content)}, separators=(",", ":"))
 
@@ -119,7 +119,7 @@ class Manifest:
 def piece_values(piece: Piece) -> dict[str, Any]:
     """Return a piece as JSON values."""
     stripes = [[s.start, s.length, s.count, s.stride] for s in piece.stripes]
-    return {**asdict(piece), "stripes": stripes, "digest": f"{piece.digest:016x}"}
+    return {**vars(piece), "stripes": stripes, "digest": f"{piece.digest:016x}"}
 
 
 def piece_of(values: Mapping[str, Any]) -> Piece:

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fourfold.checkpoint.digest import MODULUS, digest
-from fourfold.checkpoint.files import OpenFiles, content_of, piece_bytes, problem_of
+from fourfold.checkpoint.files import CHUNK_BYTES, OpenFiles, content_of, piece_bytes, problem_of
 from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Runs, overlap
@@ -63,6 +65,10 @@ def _itemsize(tensor: Stored) -> int:
     return int(getattr(torch, tensor.dtype).itemsize)
 
 
+_Chunk = tuple[int, NDArray[np.uint8], int]
+"""Bytes that were read: the number of their piece, themselves, and the place of the first of them in it."""
+
+
 class Reader:
     """The files of one checkpoint, open for reading: a context manager.
 
@@ -72,7 +78,8 @@ class Reader:
         on_read: is given the number of bytes of each part of a tensor that was read.
 
     Attributes:
-        sums: of each piece, by its number in the manifest, the digest of what was read of it.
+        sums: of each piece, by its number in the manifest, the digest of what was read of it; whole once the
+            files are closed.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda _: None):
@@ -84,6 +91,10 @@ class Reader:
         self._runs: dict[int, Runs] = {}
         self._files = OpenFiles()
         self._on_read = on_read
+        self._unchecked: list[_Chunk] = []
+        self._unchecked_bytes = 0
+        self._checking = ThreadPoolExecutor(1)
+        self._checked: Future[None] | None = None
         self.sums = [0] * len(manifest.pieces)
 
     def __enter__(self) -> Self:
@@ -91,6 +102,10 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
+        self._check()
+        self._checking.shutdown()
+        assert self._checked is not None
+        self._checked.result()
 
     def read(self, part: Held) -> None:
         """Fill a part of a tensor. Raises Damaged with what keeps it from being read."""
@@ -111,18 +126,30 @@ class Reader:
         if number not in self._runs:
             self._runs[number] = Runs.of(piece.stripes)
         there = self._runs[number]
-        copies = [numbers * itemsize for numbers in overlap(wanted, there)]
-        read = 0
-        for to, source, count in zip(*(numbers.tolist() for numbers in copies), strict=True):
-            target = content[to : to + count]
-            path = self._folder / piece.file
+        path, read = self._folder / piece.file, 0
+        for to, source, count in overlap(wanted, there):
+            target, first = content[to * itemsize : (to + count) * itemsize], source * itemsize
             try:
-                self._files.read_into(path, target, piece.offset + source)
+                self._files.read_into(path, target, piece.offset + first)
             except OSError as error:
                 raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
-            self.sums[number] = (self.sums[number] + digest(target, source)) % MODULUS
-            read += count
+            self._unchecked.append((number, target, first))
+            read += len(target)
+        self._unchecked_bytes += read
+        if self._unchecked_bytes >= CHUNK_BYTES:
+            self._check()
         return read
+
+    def _check(self) -> None:
+        """Let a thread take the digests of what was read, while more is; first wait for those before."""
+        if self._checked is not None:
+            self._checked.result()
+        self._checked = self._checking.submit(self._add, self._unchecked)
+        self._unchecked, self._unchecked_bytes = [], 0
+
+    def _add(self, chunks: Sequence[_Chunk]) -> None:
+        for number, content, first_byte in chunks:
+            self.sums[number] = (self.sums[number] + digest(content, first_byte)) % MODULUS
 
 
 def damaged_pieces(

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ def write_own(
     with writing(path):
         entry, pieces = write_tensors(path, parts, wrote)
         note = {
-            "file": asdict(entry),
-            "tensors": [asdict(part.tensor) for part in parts],
+            "file": vars(entry),
+            "tensors": [vars(part.tensor) for part in parts],
             "pieces": [piece_values(piece) for piece in pieces],
             "seconds": time.perf_counter() - began,
             "paused_seconds": paused_seconds,
