@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 from tests.ranks import warm_context
@@ -39,7 +40,6 @@ class Command:
         self._process = warm_context().Process(
             target=_run,
             args=(str(folder), tuple(arguments), {**os.environ, **variables}, self._said, largest_file_bytes),
-            daemon=True,
         )
         self._process.start()
 
@@ -95,6 +95,7 @@ def _run(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # else that of the server
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor, path in ((1, f"{said}.out"), (2, said)):
@@ -103,6 +104,9 @@ def _run(
     if largest_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, largest_file_bytes))
     sys.argv = ["fourfold", *arguments]
+    # The server that this process is a fork of forks its ranks, too, which have torch at once.
+    forkserver.ForkServer.ensure_running = lambda _: None
+    forkserver.ensure_running = lambda: None
 
     from fourfold.cli import main
 

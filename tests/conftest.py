@@ -9,7 +9,7 @@ import torch
 import typer.main
 import typer.testing
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, warm_context
 
 # Like the rank processes of the tests: several that use all cores would wait for each other.
 torch.set_num_threads(1)
@@ -28,3 +28,9 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Let ranks that the launcher starts in this process be forks of the one that has imported torch, too."""
+    warm_context()

@@ -216,13 +216,13 @@ def warm_context() -> ForkServerContext:
     # A whole suite imports transformers; the tests of one file mostly do not need to wait for it.
     theirs = ["transformers", *TRANSFORMERS] if "transformers" in sys.modules else []
     context.set_forkserver_preload([*SLOW_IMPORTS, *ours, *theirs])
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    before = dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
     try:
         forkserver.ensure_running()  # it keeps the environment of this moment
     finally:
-        del os.environ["OMP_NUM_THREADS"]
-        os.environ.update({"OMP_NUM_THREADS": before} if before is not None else {})
+        os.environ.clear()
+        os.environ.update(before)
     return context
 
 

@@ -93,6 +93,7 @@ def growth_on_a_rank(rank: Rank) -> list[list[list[int]]]:
     return results
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_model_trains_where_half_of_it_fits() -> None:
     """Under 128 MB a rank, sharded over 4; each rank of plain data parallelism uses 256 MB.
 

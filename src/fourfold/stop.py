@@ -15,7 +15,7 @@ _asked = False
 
 @contextmanager
 def handling(
-    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object] | signal.Handlers
 ) -> Iterator[dict[signal.Signals, Any]]:
     """Have ``handler`` called at these signals while the context is open; yield what handled them before.
 

@@ -14,7 +14,7 @@ from fourfold.cli import app
 from fourfold.cli.train import run_again
 from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
 from tests.cli.test_commands import RUN
-from tests.cli.test_runs import SECONDS_TO_END, children, start, start_joined, wait_until
+from tests.cli.test_runs import SECONDS_TO_END, local_ranks, start, start_joined, wait_until
 
 TIMEOUT = 6
 """Of a step, at its longest: the first one imports much, on a machine that may be busy."""
@@ -53,14 +53,14 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_until_it_is_asked_to_end(fol
     run = start(folder, "train", "run.toml", *asked)
     frozen = folder / "frozen"
     wait_until(lambda: (frozen / "checkpoints" / "step-000020").exists())
-    ranks = children(run.pid)
+    ranks = local_ranks(folder)
     began = time.monotonic()
     os.kill(ranks[1], signal.SIGSTOP)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     assert time.monotonic() - began < TIMEOUT + 20
     before = steps_of(frozen)
     saved = int(checkpoints_of(frozen)[-1].removeprefix("step-").removesuffix(".part"))
-    wait_until(lambda: len(children(run.pid)) == 2 and steps_of(frozen)[-1] > max(before[-1], saved) + 2)
+    wait_until(lambda: len(local_ranks(folder)) == 2 and steps_of(frozen)[-1] > max(before[-1], saved) + 2)
     run.send_signal(signal.SIGUSR1)
     output, errors = run.communicate(timeout=SECONDS_TO_END)
     assert run.returncode == os.EX_TEMPFAIL, errors

@@ -1,5 +1,6 @@
 """Real local ranks: what they return, and how they end together when one of them fails."""
 
+import getpass
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from fourfold.launch import Rank, check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.local import cores
 from fourfold.place import HERE, encoded
 
+pytestmark = pytest.mark.usefixtures("warm")
 SECONDS_TO_END = 30.0
 MESSAGE = r"waited (\d+) s for the first rank of node 0, which is preparing the data"
 
@@ -221,7 +223,9 @@ def test_ranks_end_with_their_launcher(how: signal.Signals, tmp_path: Path):
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)
-    assert not list(temporary.iterdir())
+    left = {path.name.partition("-")[0] for path in temporary.iterdir()}
+    # torch's own cache, and the folder of a fork server's socket, which only a living launcher removes.
+    assert left <= {f"torchinductor_{getpass.getuser()}", *(("pymp",) if how == signal.SIGKILL else ())}
 
 
 def until(listing, length: int) -> list[int]:

@@ -6,11 +6,12 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from fourfold.errors import RunStopped, UserError
 from fourfold.launch.failure import Failure, collect, root_cause
 from fourfold.launch.job import JobEnvironment, joined_job
 from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS, Rank
-from fourfold.launch.rank_process import JOB, RESULT, leave_group, place_of
+from fourfold.launch.rank_process import PASSED_ON, RESULT, leave_group, place_of, run_rank
 from fourfold.launch.watch import Watch
 from fourfold.stop import handling
 
@@ -29,6 +30,8 @@ POLL_SECONDS = 0.05
 WORD_SECONDS = 1.0
 # How long the cause is waited for, where all that is known follows from another rank's end.
 CAUSE_SECONDS = 10.0
+# The fork server has a socket in a folder of temporary files, and the name of a socket has at most 107 bytes.
+LONGEST_FOLDER = 60
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -94,17 +97,42 @@ def run_on_local_ranks(
     UserError, or RunStopped. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks, which may save
     what they have; where they do not, or at the second one, all end. Raises KeyboardInterrupt for Ctrl-C.
     """
-    from torch.distributed import TCPStore
+    assert target.__module__ != "__main__", "a rank imports its target from a module"
+    _start_server(target.__module__, world_size)
+    from torch.distributed import TCPStore  # while the server imports it, too
 
     folder = Path(tempfile.mkdtemp(prefix="fourfold-"))
     try:
-        script = _write_job(folder, target, arguments)
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        with _Ranks(folder, script, world_size, store.port) as ranks, _signals() as received:
+        work = pickle.dumps((target, tuple(arguments)))
+        with _signals() as received, _Ranks(folder, work, world_size, store.port) as ranks:
             ranks.wait(received, Watch(ranks.places, ranks.pids, timeout_seconds=timeout_seconds))
         return pickle.loads((folder / RESULT).read_bytes())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# [Note: fork server] Ranks are forks of one process that has imported torch, which takes seconds of a core a
+# process, and so a start on few cores takes half as long, and the next one (after a failure) almost nothing.
+# It is Python's own fork server: a process that does nothing else, has one thread, and has not touched a
+# GPU, so that its forks may. A signal to all processes of a job must not end it, since ranks that save what
+# they have would be taken for dead: it ignores what `_signals` passes on, and a rank no longer does.
+def _start_server(module: str, world_size: int) -> None:
+    """Start the process that ranks are forks of, unless it runs: it imports what they will need."""
+    # torch's optimizers import torch._dynamo at their first step.
+    get_context("forkserver").set_forkserver_preload(["torch", "torch._dynamo", module])
+    before, folder = dict(os.environ), tempfile.gettempdir()
+    # NVML counts GPUs without the driver's initialization, which would not survive the fork.
+    os.environ.update({**_defaults(world_size), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", **before})
+    try:
+        if len(folder) > LONGEST_FOLDER:
+            tempfile.tempdir = "/tmp"
+        with handling(PASSED_ON, signal.SIG_IGN):
+            forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = folder
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class _Ranks:
@@ -112,34 +140,42 @@ class _Ranks:
 
     Args:
         folder: where they leave word.
-        script: what they run.
+        work: what they run, pickled.
         world_size: how many they are.
         port: of the store.
     """
 
-    def __init__(self, folder: Path, script: Path, world_size: int, port: int):
+    def __init__(self, folder: Path, work: bytes, world_size: int, port: int):
         self._folder = folder
         self.places = [place_of(folder, rank) for rank in range(world_size)]
+        # As connections, since those can be handed over.
+        outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2)]
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=_environment_of(rank, world_size, port),
-                start_new_session=True,
+            get_context("forkserver").Process(
+                target=run_rank, args=(folder, work, _environment_of(rank, world_size, port), outputs)
             )
             for rank in range(world_size)
         ]
-        self.pids = [process.pid for process in self._processes]
 
     def __enter__(self) -> "_Ranks":
+        try:
+            for process in self._processes:
+                process.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        self.pids = [_pid(process) for process in self._processes]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
             # What a rank started is in its group, and may outlive it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+                os.killpg(_pid(process), signal.SIGKILL)
+            process.kill()  # it has no group of its own in its first moment
+        for process in started:
+            process.join()
 
     def wait(self, received: list[signal.Signals], watch: Watch) -> None:
         """Wait until all ranks have ended well. Raises what is wrong where they do not."""
@@ -165,7 +201,7 @@ class _Ranks:
 
     def _statuses(self) -> dict[int, int]:
         """Return the exit statuses of the ranks that have ended."""
-        found = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        found = {rank: process.exitcode for rank, process in enumerate(self._processes)}
         return {rank: status for rank, status in found.items() if status is not None}
 
     def _cause(self) -> Failure:
@@ -184,6 +220,12 @@ class _Ranks:
             time.sleep(POLL_SECONDS)
 
 
+def _pid(process: BaseProcess) -> int:
+    """Return the number of a process that was started."""
+    assert process.pid is not None
+    return process.pid
+
+
 def _forwarded(number: signal.Signals) -> signal.Signals:
     """Return the signal that ranks get for one that the launcher got."""
     return signal.SIGTERM if number == signal.SIGHUP else number
@@ -199,26 +241,8 @@ def _raise_ended(number: signal.Signals) -> NoReturn:
 def _signals() -> Iterator[list[signal.Signals]]:
     """Yield a list that gets the signals that this process gets, in order, while the context is open."""
     received: list[signal.Signals] = []
-    with handling(
-        (*ENDING_SIGNALS, signal.SIGUSR1), lambda number, _: received.append(signal.Signals(number))
-    ):
+    with handling(PASSED_ON, lambda number, _: received.append(signal.Signals(number))):
         yield received
-
-
-def _write_job(folder: Path, target: Callable[..., Any], arguments: Sequence[Any]) -> Path:
-    """Write what a rank runs and return the script that runs it."""
-    assert target.__module__ != "__main__", "a rank imports its target from a module"
-    (folder / JOB).write_bytes(pickle.dumps((target, tuple(arguments))))
-    script = folder / "rank.py"
-    # The ranks find their modules where this process does, whatever folder they are started in.
-    script.write_text(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
-        f"sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}\n"
-        "from fourfold.launch.rank_process import run_rank\n"
-        f"run_rank({str(folder)!r}, launcher={os.getpid()})\n"
-    )
-    return script
 
 
 def cores() -> int:
@@ -226,15 +250,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank: its place among the ranks, in the words of torchrun, its share of the
-    cores, the loopback interface, quiet C++ logs.
-
-    torch takes its number of threads from OMP_NUM_THREADS; what the user set stays.
+def _defaults(world_size: int) -> dict[str, str]:
+    """Return what the environment of a rank has where the user set nothing: its share of the cores, the
+    loopback interface, quiet C++ logs.
     """
     values = {"OMP_NUM_THREADS": str(max(1, cores() // world_size)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"
+    return values
+
+
+def _environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank, with its place among the ranks in the words of torchrun."""
     job = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -245,4 +272,4 @@ def _environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
-    return {**values, **os.environ, **{name: str(value) for name, value in job.items()}}
+    return {**_defaults(world_size), **os.environ, **{name: str(value) for name, value in job.items()}}

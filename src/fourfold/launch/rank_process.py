@@ -1,13 +1,15 @@
 """The process of a local rank: it runs its target, leaves word of what went wrong, and ends."""
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import sys
 import threading
-import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fourfold.launch.failure import Failure
@@ -16,7 +18,8 @@ from fourfold.launch.rank import Rank
 from fourfold.place import HERE
 
 RESULT = "result.pickle"
-JOB = "job.pickle"
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""The signals that the launcher passes on to its ranks."""
 
 
 def place_of(folder: Path, rank: int) -> Path:
@@ -24,18 +27,37 @@ def place_of(folder: Path, rank: int) -> Path:
     return folder / f"place-{rank}"
 
 
-def run_rank(folder_name: str, *, launcher: int) -> None:
-    """Run the job of a local rank in this process, and end the process."""
+def run_rank(
+    folder: Path, work: bytes, environment: Mapping[str, str], outputs: Sequence[Connection]
+) -> None:
+    """Run the work of a local rank in this process, and end the process.
+
+    Args:
+        folder: where this rank leaves word.
+        work: the target and its arguments, pickled.
+        environment: of this rank.
+        outputs: the launcher's stdout and stderr.
+    """
+    os.setsid()
+    for output, descriptor in zip(outputs, (1, 2), strict=True):
+        os.dup2(output.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in PASSED_ON:  # the server ignored them, see [Note: fork server]
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(ValueError, RuntimeError):  # OpenMP says nothing either of what is no number
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the server was started for fewer or more
     # [Note: no orphans] A rank whose launcher is gone ends itself, however it went: nobody else would
     # end it, and it would wait in a collective until that times out.
-    folder = Path(folder_name)
-    threading.Thread(target=_end_with, args=(launcher, folder), daemon=True).start()
+    threading.Thread(target=_end_with_launcher, args=(folder,), daemon=True).start()
     job = joined_job()
     assert job is not None
     HERE.share(place_of(folder, job.rank))
     rank = Rank(job, is_watched=True)
     try:
-        target, arguments = pickle.loads((folder / JOB).read_bytes())
+        target, arguments = pickle.loads(work)
         result = target(rank, *arguments)
         if rank.is_first:
             (folder / RESULT).write_bytes(pickle.dumps(result))
@@ -64,10 +86,11 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _end_with(launcher: int, folder: Path) -> None:
+def _end_with_launcher(folder: Path) -> None:
     """End this process, what it started, and the launcher's folder, once the launcher is gone."""
-    while os.getppid() == launcher:
-        time.sleep(0.5)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
     shutil.rmtree(folder, ignore_errors=True)
     if os.getpgid(0) == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
