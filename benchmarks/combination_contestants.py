@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from benchmarks.contestants import Stage, decoder, torch_cross_entropy_sum, with_torch_norms_
+from benchmarks.contestants import Stage, decoder, torch_cross_entropy_sum, with_torch_layers_
 from benchmarks.tensor_contestants import adamw, ends, of_layer
 from benchmarks.workloads import MODEL, Workload
 from fourfold.flops import forward_flops
@@ -25,7 +25,7 @@ class TorchFsdpTensor:
         self.workload = workload
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("fsdp", "tp"))
         self.shards, self.rows = _rows(workload, mesh)
-        model = with_torch_norms_(decoder())
+        model = with_torch_layers_(decoder())
         parallelize_module(model, mesh["tp"], ends(True, False))
         for layer in model.model.layers:
             parallelize_module(layer, mesh["tp"], of_layer(True))
@@ -54,7 +54,7 @@ class TorchPipelineOf:
         self.index = mesh.get_local_rank("pp")
         self.shards, self.rows = _rows(workload, mesh) if inner == "fsdp" else (1, range(workload.batch))
         counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=2)
-        stage = Stage(with_torch_norms_(decoder()), counts, self.index, workload.sequence_length)
+        stage = Stage(with_torch_layers_(decoder()), counts, self.index, workload.sequence_length)
         (_sharded_ if inner == "fsdp" else _cut_)(stage, mesh[inner], is_first=self.index == 0)
         self.pipeline = pipelining.Schedule1F1B(
             pipelining.PipelineStage(stage, self.index, 2, torch.device("cpu"), group=mesh.get_group("pp")),

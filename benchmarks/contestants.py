@@ -20,7 +20,7 @@ from fourfold.initialize import initialize_, whole
 from fourfold.layer.split import split
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.models.decoder import DecoderLayer
+from fourfold.models.decoder import MLP, DecoderLayer
 from fourfold.models.loss import cross_entropy_sum
 from fourfold.models.norm import RMSNorm
 from fourfold.specs import Layout, OptimizerSection, RunSpec
@@ -79,7 +79,7 @@ class Plain:
 class Ddp(Plain):
     """PyTorch's DistributedDataParallel, gradients as views of its buckets.
 
-    Around our own `Decoder`, or around one with PyTorch's own norms and loss in place of our kernels.
+    Around our own `Decoder`, or around one with PyTorch's own norms, activation and loss in place of ours.
     """
 
     def __init__(self, workload: Workload, rank: int, ranks: int, *, own_decoder: bool):
@@ -98,7 +98,7 @@ class Ddp(Plain):
 class Fsdp2(Plain):
     """PyTorch's FSDP2: ``fully_shard`` on every block, and on the rest.
 
-    With PyTorch's own norm and loss, as its users have them.
+    With PyTorch's own norm, activation and loss, as its users have them.
     """
 
     def __init__(self, workload: Workload, rank: int, ranks: int):
@@ -148,7 +148,7 @@ class DeepSpeedZero3(Plain):
 class TorchPipeline:
     """PyTorch's own pipeline: ``torch.distributed.pipelining`` with one of its schedules.
 
-    The stages are ours, cut at the same layers; norm and loss are our kernels or PyTorch's own.
+    The stages are ours, cut at the same layers; norm, activation and loss are our kernels or PyTorch's own.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class TorchPipeline:
         is_single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
         is_v = schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
         count = ranks if is_single else 2 * ranks
-        model = decoder() if own_decoder else with_torch_norms_(decoder())
+        model = decoder() if own_decoder else with_torch_layers_(decoder())
         loss = cross_entropy_sum if own_decoder else torch_cross_entropy_sum
         counts = split(forward_flops(MODEL, workload.sequence_length).segments, stages=count)
         mine = [rank] if is_single else [rank, count - 1 - rank if is_v else rank + ranks]
@@ -237,26 +237,39 @@ class _Loss(nn.Module):
 
 
 class _PyTorchLoss(nn.Module):
-    """The same mathematics with `torch.nn.RMSNorm` and `torch.nn.functional.cross_entropy`."""
+    """The same mathematics in PyTorch's own norm, activation and cross entropy."""
 
     def __init__(self, model: Decoder, scale: float):
         super().__init__()
-        self.model = with_torch_norms_(model)
+        self.model = with_torch_layers_(model)
         self.scale = scale
 
     def forward(self, batch: Microbatch) -> Tensor:
         return torch_cross_entropy_sum(self.model(batch), batch.labels_BS) * self.scale
 
 
-def with_torch_norms_(model: Decoder) -> Decoder:
-    """Put `torch.nn.RMSNorm` in place of our norms, with the same weights; return the model."""
+def with_torch_layers_(model: Decoder) -> Decoder:
+    """Put plain PyTorch's in place of our norms and feed-forward, with the same weights; return the model."""
     for parent in list(model.modules()):
-        for name, norm in list(parent.named_children()):
-            if isinstance(norm, RMSNorm):
-                plain = nn.RMSNorm(norm.weight.shape, eps=norm.eps)
-                plain.weight = norm.weight
+        for name, child in list(parent.named_children()):
+            if isinstance(child, RMSNorm):
+                plain = nn.RMSNorm(child.weight.shape, eps=child.eps)
+                plain.weight = child.weight
                 setattr(parent, name, plain)
+            if isinstance(child, MLP):
+                setattr(parent, name, TorchMLP(child))
     return model
+
+
+class TorchMLP(nn.Module):
+    """The gated feed-forward block as a plain PyTorch model has it, with the projections of ours."""
+
+    def __init__(self, mlp: MLP):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BSC)) * self.up_proj(x_BSC))
 
 
 def torch_cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

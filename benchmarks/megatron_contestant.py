@@ -7,12 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.contestants import decoder, with_torch_norms_
+from benchmarks.contestants import decoder, with_torch_layers_
 from benchmarks.tensor_contestants import adamw
 from benchmarks.workloads import MODEL, Workload
 from fourfold.models import Microbatch
 from fourfold.models.attention import attention
-from fourfold.models.decoder import MLP, Attention, DecoderLayer
+from fourfold.models.decoder import Attention, DecoderLayer
 from fourfold.models.rope import rotate
 
 with warnings.catch_warnings():  # of what it would like to be installed
@@ -72,7 +72,7 @@ class _Model(nn.Module):
 
     def __init__(self, config: ModelParallelConfig, rank: int, ranks: int):
         super().__init__()
-        plain = with_torch_norms_(decoder())
+        plain = with_torch_layers_(decoder())
         self.embedding = VocabParallelEmbedding(
             MODEL.vocab_size,
             MODEL.hidden_size,
@@ -105,7 +105,7 @@ class _Layer(nn.Module):
         super().__init__()
         assert isinstance(layer, DecoderLayer)
         at: Attention = layer.self_attn
-        mlp: MLP = layer.mlp
+        mlp = layer.mlp
         self.norm_1, self.norm_2 = layer.input_layernorm, layer.post_attention_layernorm
         self.qkv = _columns([at.q_proj, at.k_proj, at.v_proj], config, rank, ranks)
         self.out = _rows(at.o_proj, config, rank, ranks)

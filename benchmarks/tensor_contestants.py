@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.contestants import SPEC, decoder, torch_cross_entropy_sum, with_torch_norms_
+from benchmarks.contestants import SPEC, decoder, torch_cross_entropy_sum, with_torch_layers_
 from benchmarks.workloads import Workload
 
 
@@ -36,7 +36,7 @@ class TorchTensorParallel:
         whole_logits: bool = False,
     ):
         self.workload, self.ranks, self.whole_logits = workload, ranks, whole_logits
-        model = with_torch_norms_(decoder())
+        model = with_torch_layers_(decoder())
         mesh = init_device_mesh("cpu", (ranks,))
         parallelize_module(model, mesh, ends(sequence_parallel, whole_logits))
         for layer in model.model.layers:
