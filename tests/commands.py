@@ -4,12 +4,14 @@ They are copies of the process that the ranks of the tests are copies of. What h
 start of a process, or through the launcher of local ranks, is started by ``subprocess`` instead.
 """
 
+import multiprocessing
 import os
 import resource
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -86,6 +88,14 @@ def joined(
     return commands
 
 
+def _end_with_the_tests() -> None:
+    """A test that fails may leave this process to itself."""
+    session = multiprocessing.parent_process()
+    assert session is not None
+    session.join()
+    os._exit(1)
+
+
 def _run(
     folder: str,
     arguments: tuple[str, ...],
@@ -103,6 +113,7 @@ def _run(
             os.dup2(file.fileno(), descriptor)
     if largest_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, largest_file_bytes))
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     sys.argv = ["fourfold", *arguments]
     # The server that this process is a fork of forks its ranks, too, which have torch at once.
     forkserver.ForkServer.ensure_running = lambda _: None
