@@ -23,6 +23,7 @@ from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.named_weights import NamedWeights
 from fourfold.program.actions import COMPUTE, TRANSFERS, Program
+from fourfold.program.liveness import Block
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.segment import Segment
 from fourfold.sequence.attention import ContextAttention
@@ -238,20 +239,15 @@ def parallelize(
         rows: of a microbatch on a rank; a memory budget depends on them.
         recompute: which forwards run again instead of being kept.
     """
-    if sequence_length is None and mesh.tp.size > 1 and mesh.layout.options.get("tp") != "allreduce":
-        raise UserError(
-            f"tp={mesh.tp.size} cuts tokens where its ranks divide them (Channel axis): "
-            f"give sequence_length, or use tp{mesh.tp.size}:allreduce"
-        )
-    sequence_length = sequence_length or 1
-    tensor_parallel = cut_channels_(model, mesh, sequence_length)
+    length = _known_length(sequence_length, mesh)
+    tensor_parallel = cut_channels_(model, mesh, length)
     context = cut_sequences_(model, mesh)
     cuts = {} if tensor_parallel is None else tensor_parallel.cuts
     stages = cut_layers(
         model,
         mesh,
         microbatches=microbatches,
-        sequence_length=sequence_length,
+        sequence_length=length,
         dtype=dtype,
         cuts=cuts,
         joined=recompute.is_none,
@@ -274,32 +270,47 @@ def parallelize(
         sharding=sharded,
         lookups=frozenset(index for index, piece in enumerate(stages.segments) if piece.is_lookup),
         recompute=recompute,
-        blocks=()
-        if recompute.is_none
-        else decoder_blocks(
-            BlockSizes.of(
-                model.spec,
-                mesh.layout,
-                rows=rows,
-                sequence_length=sequence_length,
-                itemsize=dtype.itemsize,
-                recompute=recompute,
-            )
-        ),
+        blocks=_block_costs(model, mesh, recompute, rows=rows, sequence_length=length, dtype=dtype),
     )
     executor = _executor(
-        model,
-        mesh,
-        stages,
-        units,
-        program,
-        tensor_parallel,
-        dtype=dtype,
-        recompute=recompute,
+        model, mesh, stages, units, program, tensor_parallel, dtype=dtype, recompute=recompute
     )
     return ParallelModel(
         model, mesh, stages, specs, units, program, sharded, executor, tensor_parallel, context
     )
+
+
+def _known_length(sequence_length: int | None, mesh: Mesh) -> int:
+    """Return the tokens of a sequence; 1 where they are not known and make no difference."""
+    if sequence_length is None and mesh.tp.size > 1 and mesh.layout.options.get("tp") != "allreduce":
+        raise UserError(
+            f"tp={mesh.tp.size} cuts tokens where its ranks divide them (Channel axis): "
+            f"give sequence_length, or use tp{mesh.tp.size}:allreduce"
+        )
+    return sequence_length or 1
+
+
+def _block_costs(
+    model: Decoder,
+    mesh: Mesh,
+    recompute: RecomputeName,
+    *,
+    rows: int,
+    sequence_length: int,
+    dtype: torch.dtype,
+) -> Sequence[Block]:
+    """What the plan of recomputation weighs; nothing where nothing is recomputed."""
+    if recompute.is_none:
+        return ()
+    sizes = BlockSizes.of(
+        model.spec,
+        mesh.layout,
+        rows=rows,
+        sequence_length=sequence_length,
+        itemsize=dtype.itemsize,
+        recompute=recompute,
+    )
+    return decoder_blocks(sizes)
 
 
 def _executor(
