@@ -60,12 +60,13 @@ def save_one(layout: str, pieces: str, optimizer: str, folder: str) -> None:
 def load_all(layout: str, pieces: str, optimizer: str, sources: list[str], folder: str) -> list[str]:
     """Load one after another into the same training; return what is not as it was saved, or read twice."""
     trainer = trainer_of(run_spec(layout, pieces=pieces, optimizer=optimizer))
-    owned_bytes = sum(values.numel() * values.itemsize for *_, values in places(trainer))
+    held = list(places(trainer))
+    owned_bytes = sum(values.numel() * values.itemsize for *_, values in held)
     wrong = []
     for source in sources:
         with reads() as runs:
             assert load_newest_(trainer.parallel, trainer.update, Path(folder) / source, run={}) == 7
-        wrong += [f"{source}: {name}" for name in differing(trainer, seed_of(source))]
+        wrong += [f"{source}: {name}" for name in differing(trainer, seed_of(source), held)]
         wrong += [
             f"{source}: read twice"
             for one, two in pairwise(sorted(runs))
@@ -82,8 +83,8 @@ def reads() -> Iterator[list[tuple[str, int, int]]]:
     runs: list[tuple[str, int, int]] = []
     read = OpenFiles.read_into
 
-    def noted(files: OpenFiles, path: Path, target: NDArray[np.uint8], offset: int) -> None:
-        runs.append((str(path), offset, offset + len(target)))
+    def noted(files: OpenFiles, path: str, target: NDArray[np.uint8], offset: int) -> None:
+        runs.append((path, offset, offset + len(target)))
         read(files, path, target, offset)
 
     OpenFiles.read_into = noted

@@ -1,7 +1,7 @@
 """Small trainings to save and to load, and what they hold, found another way than checkpoints do."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -19,6 +19,7 @@ from fourfold.training import Trainer
 SPEC = ModelSpec.preset("tiny-qwen3").replace({"vocab_size": 61, "num_hidden_layers": 4})
 LENGTH = 16
 
+Place = tuple[str, str, int, Tensor]
 SIZES = {name: math.prod(shape) for name, shape in SPEC.parameter_shapes().items()}
 
 
@@ -49,7 +50,7 @@ def trained(run: RunSpec, *, steps: int, spec: ModelSpec = SPEC) -> Trainer:
     return trainer
 
 
-def places(trainer: Trainer) -> Iterator[tuple[str, str, int, Tensor]]:
+def places(trainer: Trainer) -> Iterator[Place]:
     """Yield (name, state, index of its first element, the memory of it) of every run that this rank holds.
 
     Where runs lie in the whole is asked of what places the initial weights.
@@ -81,11 +82,14 @@ def fill_(trainer: Trainer, seed: int) -> None:
     trainer.parallel.publish_()
 
 
-def differing(trainer: Trainer, seed: int) -> set[str]:
-    """Return what a rank holds with any other bits than `fill_` gave it; and itself for a lack of updates."""
+def differing(trainer: Trainer, seed: int, held: Sequence[Place] | None = None) -> set[str]:
+    """Return what a rank holds with any other bits than `fill_` gave it; and itself for a lack of updates.
+
+    ``held`` are the places, where they are known.
+    """
     wrong = {
         f"{name} {state}"
-        for name, state, first, memory in places(trainer)
+        for name, state, first, memory in held or places(trainer)
         if not torch.equal(memory, numbers(seed, name, state, SIZES[name])[first : first + len(memory)])
     }
     steps = {int(s["step"]) for o in trainer.update._optimizers for s in o.state.values() if "step" in s}

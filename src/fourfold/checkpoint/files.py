@@ -173,7 +173,7 @@ class OpenFiles:
     """Files that are opened at their first use and stay open for reading, until `close`."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[str, int] = {}
 
     def close(self) -> None:
         """Close all of them."""
@@ -181,7 +181,7 @@ class OpenFiles:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def read_into(self, path: Path, target: NDArray[np.uint8], offset: int) -> None:
+    def read_into(self, path: str, target: NDArray[np.uint8], offset: int) -> None:
         """Fill ``target`` with the bytes of a file from ``offset`` on.
 
         Raises OSError where it cannot be read or ends before.

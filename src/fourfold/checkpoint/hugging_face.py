@@ -115,7 +115,7 @@ class HuggingFaceWeights:
         content = np.empty(count * weight.dtype.itemsize, np.uint8)
         try:
             start = weight.offset + first * weight.dtype.itemsize
-            self._files.read_into(weight.file, content, start)
+            self._files.read_into(str(weight.file), content, start)
         except OSError as error:
             raise UserError(f"{weight.file} cannot be read: {error.strerror or error}") from None
         self.bytes_read += len(content)

@@ -14,7 +14,7 @@ from fourfold.checkpoint.digest import MODULUS, digest
 from fourfold.checkpoint.files import CHUNK_BYTES, OpenFiles, content_of, piece_bytes, problem_of
 from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
-from fourfold.checkpoint.stripes import Runs, overlap
+from fourfold.checkpoint.stripes import Runs, Stripes, overlap
 
 
 def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
@@ -88,7 +88,7 @@ class Reader:
         self._pieces: dict[str, list[int]] = {}
         for number, piece in enumerate(manifest.pieces):
             self._pieces.setdefault(piece.tensor, []).append(number)
-        self._runs: dict[int, Runs] = {}
+        self._paths = {name: str(folder / name) for name in manifest.files}
         self._files = OpenFiles()
         self._on_read = on_read
         self._unchecked: list[_Chunk] = []
@@ -102,32 +102,31 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
-        self._check()
         self._checking.shutdown()
-        assert self._checked is not None
-        self._checked.result()
+        self._add(self._unchecked)
+        if self._checked is not None:
+            self._checked.result()
 
     def read(self, part: Held) -> None:
         """Fill a part of a tensor. Raises Damaged with what keeps it from being read."""
         on_host = part.values.device.type == "cpu"
         values = part.values.detach() if on_host else torch.empty_like(part.values, device="cpu")
         content = content_of(values)  # the same memory
-        wanted, found = Runs.of(part.stripes), 0
+        found = 0
         for number in self._pieces.get(part.tensor.name, ()):
-            found += self._copy(number, wanted, content, values.itemsize)
+            found += self._copy(number, part.stripes, content, values.itemsize)
         assert found == len(content), part.tensor.name
         if not on_host:
             part.values.detach().copy_(values)
         self._on_read(found)
 
-    def _copy(self, number: int, wanted: Runs, content: np.ndarray, itemsize: int) -> int:
+    def _copy(
+        self, number: int, wanted: tuple[Stripes, ...], content: NDArray[np.uint8], itemsize: int
+    ) -> int:
         """Read what is wanted of a piece, and return how many bytes that were."""
         piece = self._manifest.pieces[number]
-        if number not in self._runs:
-            self._runs[number] = Runs.of(piece.stripes)
-        there = self._runs[number]
-        path, read = self._folder / piece.file, 0
-        for to, source, count in overlap(wanted, there):
+        path, read = self._paths[piece.file], 0
+        for to, source, count in overlap(wanted, piece.stripes):
             target, first = content[to * itemsize : (to + count) * itemsize], source * itemsize
             try:
                 self._files.read_into(path, target, piece.offset + first)

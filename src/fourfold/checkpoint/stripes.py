@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,17 +79,19 @@ class Runs:
         return bool((self.start[1:] >= self.stop[:-1]).all())
 
 
-def overlap(wanted: Runs, there: Runs) -> list[tuple[int, int, int]]:
+@lru_cache(64)  # a parameter's weight and moments, one after another, are mostly in pieces alike
+def overlap(wanted: tuple[Stripes, ...], there: tuple[Stripes, ...]) -> list[tuple[int, int, int]]:
     """Return what two pieces of a tensor have in common, as few copies.
 
     Of each copy: its place among the wanted elements, its place among those that are there, its length.
     """
-    if len(wanted.start) == len(there.start) == 1:  # most are one run, for which arrays take 20 times as long
-        start = max(wanted.start.item(), there.start.item())
-        length = min(wanted.stop.item(), there.stop.item()) - start
-        to, source = (start - runs.start.item() + runs.place.item() for runs in (wanted, there))
-        return [(to, source, length)] if length > 0 else []
-    return list(zip(*(numbers.tolist() for numbers in _copies(wanted, there)), strict=True))
+    if len(wanted) == len(there) == 1 and wanted[0].count == there[0].count == 1:  # most are one run
+        [one], [other] = wanted, there
+        start = max(one.start, other.start)
+        length = min(one.start + one.length, other.start + other.length) - start
+        return [(start - one.start, start - other.start, length)] if length > 0 else []
+    copies = _copies(Runs.of(wanted), Runs.of(there))
+    return list(zip(*(numbers.tolist() for numbers in copies), strict=True))
 
 
 def _copies(wanted: Runs, there: Runs) -> tuple[Indices, Indices, Indices]:
