@@ -35,12 +35,12 @@ from fourfold.batch.units import Unit
 from fourfold.build import Sharding, UnitUse, build
 from fourfold.execute import Executor
 from fourfold.layer.schedules import one_forward_one_backward
+from fourfold.ledger import Ledger
 from fourfold.memory import Category
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch, Piece
 from fourfold.program.liveness import Block, peak_bytes
 from fourfold.recompute.plan import forwards, plan
-from fourfold.rehearsal.ledger import Ledger
 from fourfold.segment import Segment
 from fourfold.specs import Layout
 from fourfold.specs.recompute_name import RecomputeName
@@ -215,7 +215,6 @@ def _measured(
 ) -> Row:
     before = model.forwards
     with ledger:
-        ledger.begin()
         step()
     count = model.forwards - before
     seconds = []

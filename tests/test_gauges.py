@@ -1,15 +1,36 @@
 """What a run says of itself at its end: where the time went, what was sent and foreseen."""
 
+import json
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from fourfold.collectives import Wait
 from fourfold.data import SyntheticDataset
-from fourfold.explain import explain
-from fourfold.gauges import Gauges, RunFlops, TrafficRow, mean_parts, time_lines, traffic, traffic_lines
+from fourfold.explain import explain, memory_of_rank
+from fourfold.gauges import (
+    Gauges,
+    Held,
+    MemoryRow,
+    RunFlops,
+    TrafficRow,
+    mean_parts,
+    memory,
+    memory_lines,
+    summary,
+    time_lines,
+    traffic,
+    traffic_lines,
+)
 from fourfold.measured import TimeSpent
+from fourfold.memory import Category
 from fourfold.mesh import Mesh
 from fourfold.outline import Step
-from fourfold.specs import ModelSpec, RunSpec
+from fourfold.rank_memory import RankMemory
+from fourfold.specs import Layout, ModelSpec, RunSpec
 from fourfold.step_flops import StepFlops
 from fourfold.traffic import Event
 from fourfold.training import StepReport, Trainer
@@ -69,6 +90,88 @@ def test_recorded_beside_predicted() -> None:
     ]
     assert traffic_lines(rows)[2].split()[:4] == ["all_gather", "tp", "3", "(2)"]
     assert traffic_lines([]) == []
+
+
+def held(activations: int, logits: int) -> RankMemory:
+    rest = dict.fromkeys(Category, 0) | {Category.WEIGHTS: 4_000_000}
+    at_peak = rest | {Category.ACTIVATIONS: activations}
+    return RankMemory(rest, at_peak, at_peak | {Category.LOGITS: logits})
+
+
+def test_counted_beside_predicted() -> None:
+    """Of each pipeline rank the rank that held most; one of them by category."""
+    step = Step(
+        ModelSpec.preset("tiny"), Layout.parse("pp2,dp2"), batch=4, sequence_length=16, microbatches=2
+    )
+    counted = [held(activations, 500_000) for activations in (5_000_000, 6_000_000, 1_000_000, 0)]
+    rows = memory([Held(one, 7_000_000) for one in counted], step, device_type="cpu", packed=False)
+    assert [(row.rank, row.pipeline_rank) for row in rows] == [(1, 0), (2, 1)]
+    assert [row.counted for row in rows] == counted[1:3]
+    assert [row.predicted for row in rows] == [
+        memory_of_rank(step, rank, device_type="cpu", packed=False) for rank in (1, 2)
+    ]
+    rows = [
+        replace(rows[0], predicted=held(5_000_000, 0)),
+        replace(rows[1], predicted=held(1_000_000, 0)),
+    ]
+    lines = [line.split() for line in memory_lines(rows)]
+    assert lines[2:] == [
+        ["weights", "4.000", "(4.000)", "4.000", "(4.000)"],
+        ["activations", "6.000", "(5.000)", "6.000", "(5.000)"],
+        ["logits", "0.000", "(0.000)", "0.500", "(0.000)"],
+        ["all", "10.000", "(9.000)", "+11.1%"],
+        ["pipeline", "rank", "1,", "rank", "2", "5.000", "(5.000)", "+0.0%"],
+        ["with", "all", "else,", "rank", "1", "(pipeline", "rank", "0)", "took", "7", "MB", "at", "most"],
+    ]
+
+
+def two_steps(layout: str, *, counts_memory: bool) -> tuple[list[float], Tensor, list[MemoryRow], list[Any]]:
+    """Losses and weights after two steps; what was held beside what was predicted; what goes to a file."""
+    run = RunSpec.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "layout": layout,
+            "data": {"sequence_length": 32},
+            "training": {"steps": 2, "batch": 8, "microbatches": 2},
+            "optimizer": {"learning_rate": 1e-3},
+        }
+    )
+    spec, mesh = ModelSpec.preset("tiny"), Mesh(run.layout)
+    data = SyntheticDataset(spec.vocab_size, sequence_length=32, seed=0)
+    trainer, gauges = Trainer(run, spec, mesh, data=data), Gauges()
+    losses = []
+    for step in range(2):
+        gauges.add(trainer.step(step, counts_memory=counts_memory and step == 0))
+        assert gauges.last is not None
+        losses.append(gauges.last.loss)
+    weights = torch.cat([unit.master.clone() for unit in trainer.parallel.units])
+    if not counts_memory:
+        return losses, weights, [], []
+    by_rank = gauges.held_by_all_ranks(trainer.parallel)
+    rows = memory(by_rank, Step.of_run(run, spec), device_type="cpu", packed=True)
+    return losses, weights, rows, json.loads(json.dumps(summary([], [], rows)))["memory"]
+
+
+@pytest.mark.parametrize("layout", ["dp1", "fsdp2", "tp2", "pp2", "cp2:ring"])
+def test_what_a_run_holds_is_counted_and_predicted_and_the_count_changes_no_bit(
+    ranks: RankPool, layout: str
+) -> None:
+    size = Layout.parse(layout).world_size
+    plain = ranks(size, two_steps, layout, counts_memory=False)
+    counted = ranks(size, two_steps, layout, counts_memory=True)
+    for (losses, weights, _, _), (same_losses, same_weights, rows, written) in zip(
+        plain, counted, strict=True
+    ):
+        assert losses == same_losses
+        assert torch.equal(weights, same_weights)
+        assert len(rows) == (2 if layout == "pp2" else 1)
+        for row, line in zip(rows, written, strict=True):
+            assert row.counted.peak == pytest.approx(row.predicted.peak, rel=0.05)
+            for category in (Category.WEIGHTS, Category.GRADIENTS, Category.GATHERED):
+                assert row.counted.most[category] == row.predicted.most[category]
+            assert line["counted"]["at_peak"]["weights"] == row.counted.at_peak[Category.WEIGHTS] > 0
+            assert line["predicted"]["most"]["logits"] == row.predicted.most[Category.LOGITS]
+            assert row.memory_bytes > row.counted.peak
 
 
 def of_a_run(layout: str) -> tuple[StepFlops, list[TrafficRow], list[dict[str, float]]]:

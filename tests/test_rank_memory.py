@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fourfold.explain import explain
+from fourfold.data import SyntheticDataset
+from fourfold.explain import memory_of_rank
 from fourfold.memory import Category
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.outline import Step
-from fourfold.rank_memory import rank_memory
-from fourfold.rehearsal.run import Watch, run_of
+from fourfold.rehearsal.run import run_of
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 from fourfold.training import Trainer
@@ -40,6 +40,11 @@ def step_of(layout: str, dtype: str, microbatches: int, recompute: str, model: M
     )
 
 
+def packed_rows(step: Step) -> SyntheticDataset:
+    """Rows of several documents, of which no two rows have the same."""
+    return SyntheticDataset(step.spec.vocab_size, step.sequence_length, seed=0)
+
+
 class WholeRows:
     """Rows of one document each."""
 
@@ -60,14 +65,15 @@ class WholeRows:
 Bytes = dict[Category, int]
 
 
-def held(step: Step) -> tuple[Bytes, Bytes]:
+def held(step: Step, *, packed: bool = False) -> tuple[Bytes, Bytes]:
     """By category when most is held: as counted, and as predicted."""
     mesh = Mesh(step.layout)
-    trainer = Trainer(run_of(step), step.spec, mesh, data=WholeRows(step))
-    counted = Watch(torch.device("cpu")).second_step(trainer).peak_bytes
-    found = explain(step, device_type="cpu")
-    holdings = found.holdings(mesh.pp.rank, mesh.shards.rank)
-    return dict(counted), dict(rank_memory(holdings).at_peak)
+    data = packed_rows(step) if packed else WholeRows(step)
+    trainer = Trainer(run_of(step), step.spec, mesh, data=data)
+    counted = trainer.step(0, counts_memory=True).held
+    assert counted is not None
+    predicted = memory_of_rank(step, mesh.rank, device_type="cpu", packed=packed)
+    return dict(counted.at_peak), dict(predicted.at_peak)
 
 
 CASES = [
@@ -122,6 +128,18 @@ def test_the_peak_is_what_is_alive(
         assert 0 < counted[Category.OPTIMIZER] - predicted[Category.OPTIMIZER] < 100
         for category in (Category.GRADIENTS, Category.GATHERED):
             assert predicted[category] == counted[category]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [("dp1", "none"), ("dp1", "full"), ("dp1", "selective"), ("pp2", "none"), ("fsdp2", "none")],
+)
+def test_rows_of_several_documents(ranks: RankPool, layout: str, recompute: str) -> None:
+    """Attention joins the parts of a row's documents; both are on the tape. To some numbers of 8 bytes."""
+    step = step_of(layout, "float32", 2, recompute)
+    assert any(len(row) > 1 for row in packed_rows(step).documents(0, step.batch))
+    for counted, predicted in ranks(step.layout.world_size, held, step, packed=True):
+        assert 0 <= sum(counted.values()) - sum(predicted.values()) <= 128
 
 
 @pytest.mark.parametrize(

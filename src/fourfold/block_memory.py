@@ -10,8 +10,8 @@ angles are shared by all layers, labels lie in the batch, and the weights are no
 
 On tp, H, K and F are a rank's own. With sequence parallelism the stream between the branches is that of
 T / tp tokens, and what enters a branch is gathered, of all T, unless that is done again. Ulysses keeps q, k
-and v of all tokens and some heads, and its output both as attention made it and as it came back. A sliding
-window has its output in parts and as a whole, and its masks.
+and v of all tokens and some heads, and its output both as attention made it and as it came back. Rows of
+several documents, and a sliding window, have the output in parts and as a whole; a window has its masks.
 """
 
 from dataclasses import dataclass
@@ -70,6 +70,7 @@ class BlockSizes:
         regather: whether what enters a branch is gathered again for the backward, not kept.
         keeps: the names of the results of a layer that stay where its forward is to run again.
         device_type: ``cuda`` or ``cpu``: it decides how many logits the loss works on at once.
+        packed: whether rows have several documents.
     """
 
     spec: ModelSpec
@@ -83,6 +84,7 @@ class BlockSizes:
     regather: bool = False
     keeps: frozenset[str] = frozenset()
     device_type: str = "cuda"
+    packed: bool = False
 
     @classmethod
     def of(
@@ -173,11 +175,24 @@ class BlockSizes:
         kept += tokens * self.heads * self.high
         if self.ulysses > 1:
             kept += self.queries
-        elif self.cp == 1 and window < self.sequence_length:
-            kept += self.queries + self._masks(window)
+        elif self.cp == 1:
+            is_windowed = window < self.sequence_length
+            kept += self.queries if is_windowed or self.packed else 0
+            kept += self._masks(window) if is_windowed else 0
         if spec.qk_norm:
             kept += self.queries + self.keys // 2 + tokens * self.high * (self.heads + self.kv_heads)
         return kept
+
+    @property
+    def rotary(self) -> int:
+        """Bytes of a microbatch's rotary angles: cosines, and sines of which one half is enough."""
+        return self.tokens * self.spec.head_dim * 3 // 2 * self.itemsize
+
+    @property
+    def rotating(self) -> int:
+        """Bytes while they are made: angles, cosines and sines, the cosines twice; then in their dtype."""
+        made = self.tokens * self.spec.head_dim * 5 // 2 * self.high
+        return made + self.tokens * self.spec.head_dim * (self.itemsize if self.itemsize < self.high else 0)
 
     def _masks(self, window: int) -> int:
         """Bytes of the masks of blocks of ``window`` queries."""
@@ -240,9 +255,9 @@ class BlockSizes:
         )
         logits = chunk * vocabulary * self.itemsize
         rows = min(chunk, max(1, LOSS_ELEMENTS[self.device_type] // vocabulary))
-        # Log-probabilities; the logits in float32 or higher; and the last rows' are gone only then.
-        copies = 1 + (self.itemsize != self.high) + (rows < chunk)
-        work = rows * vocabulary * self.high * copies
+        # Log-probabilities, of which the last rows' are gone only then; the logits in float32 or higher.
+        work = min(chunk, 2 * rows) + (rows if self.itemsize != self.high else 0)
+        work = work * vocabulary * self.high + rows * 8  # and the labels' columns
         if self.tp > 1:  # whose columns the labels are in, and each rank's share
             logits += chunk * (self.high + 8 + 2)
         tape = self.stream + self.entered + self.norm_numbers

@@ -64,11 +64,14 @@ class Explanation:
         """What a rank of each pipeline stage holds."""
         return [rank_memory(self.holdings(rank)) for rank in range(self.step.layout.pp)]
 
-    def holdings(self, rank: int, shard: int | None = None) -> Holdings:
-        """What the memory of a pipeline rank follows from, on the rank of the pieces that owns most."""
+    def holdings(self, rank: int, shard: int | None = None, *, packed: bool = False) -> Holdings:
+        """What the memory of a pipeline rank follows from, on the rank of the pieces that owns most.
+
+        ``packed`` says whether rows have several documents.
+        """
         step, found = self.step, self.outline
         shard = found.heaviest_shard(rank) if shard is None else shard
-        sizes = replace(step.sizes, device_type=self.device_type)
+        sizes = replace(step.sizes, device_type=self.device_type, packed=packed)
         of_kind = {"embed": sizes.embed(), "head": sizes.head(), "layer": sizes.layer()}
         tokens = step.rows * step.sequence_length
         own = sizes.tokens if step.layout.cp > 1 else 0  # a rank's own tokens are copies then
@@ -79,7 +82,8 @@ class Explanation:
             [[of_kind[_kind(name)] for name in names] for names in found.blocks],
             optimizer_bytes=optimizer_bytes(found, rank, shard),
             batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
-            rotary_bytes=sizes.tokens * step.spec.head_dim * 3 // 2 * step.itemsize,
+            rotary_bytes=sizes.rotary,
+            rotating_bytes=sizes.rotating,
             equal_pieces_are_summed_in_place=self.device_type == "cuda",
             arrived=self._arrivals[rank],
         )
@@ -236,6 +240,19 @@ def explain(step: Step, *, device_type: str = "cuda", tp_rank: int | None = None
         raise UserError(*problems)
     seen_from = step.layout.tp - 1 if tp_rank is None else tp_rank
     return Explanation(step, outline(step, tp_rank=seen_from), device_type)
+
+
+def memory_of_rank(step: Step, rank: int, *, device_type: str = "cuda", packed: bool = False) -> RankMemory:
+    """Predict what one rank of all holds. Raises UserError with every rule that the layout breaks.
+
+    ``packed`` says whether rows have several documents.
+    """
+    at = step.layout.coordinates(rank)
+    shard = 0
+    for axis in step.layout.shard_axes:
+        shard = shard * step.layout.size(axis) + at[axis]
+    found = explain(step, device_type=device_type, tp_rank=at["tp"])
+    return rank_memory(found.holdings(at["pp"], shard, packed=packed))
 
 
 def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:

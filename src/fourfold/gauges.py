@@ -1,12 +1,16 @@
-"""What a run measures of itself: its FLOPs, where its time went, what it sent."""
+"""What a run measures of itself: its FLOPs, where its time went, what it sent, what it held."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fourfold.explain import memory_of_rank
 from fourfold.measured import by_op, gathered
+from fourfold.memory import Category
+from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
+from fourfold.rank_memory import RankMemory
 from fourfold.sequence.rows import Documents
 from fourfold.step_flops import Runs, StepFlops, StepWork, runs_of
 from fourfold.traffic import Event, counted
@@ -88,11 +92,66 @@ def traffic(report: StepReport, predicted: Sequence[Event]) -> list[TrafficRow]:
     return rows
 
 
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one rank held in a step.
+
+    Attributes:
+        rank: which one, of all ranks.
+        pipeline_rank: where it stands in a pipeline.
+        counted: tensor by tensor, while the step ran.
+        predicted: by the program and the model's sizes, before anything ran.
+        memory_bytes: that the process took at most so far, or on an accelerator its tensors.
+    """
+
+    rank: int
+    pipeline_rank: int
+    counted: RankMemory
+    predicted: RankMemory
+    memory_bytes: int
+
+
+def memory(by_rank: Sequence["Held"], step: Step, *, device_type: str, packed: bool) -> list[MemoryRow]:
+    """What was held beside what was predicted: of each pipeline rank's ranks the one that held most.
+
+    Args:
+        by_rank: what was counted.
+        step: what was trained.
+        device_type: ``cuda`` or ``cpu``: whose collectives it used.
+        packed: whether rows had several documents.
+    """
+    of_stage: dict[int, int] = {}
+    for rank, held in enumerate(by_rank):
+        place = step.layout.coordinates(rank)["pp"]
+        before = of_stage.get(place)
+        if before is None or held.counted.peak > by_rank[before].counted.peak:
+            of_stage[place] = rank
+    return [
+        MemoryRow(
+            rank,
+            place,
+            by_rank[rank].counted,
+            memory_of_rank(step, rank, device_type=device_type, packed=packed),
+            by_rank[rank].memory_bytes,
+        )
+        for place, rank in sorted(of_stage.items())
+    ]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank held: ``counted`` in one step, and ``memory_bytes`` that the process took at most."""
+
+    counted: RankMemory
+    memory_bytes: int
+
+
 class Gauges:
     """Adds up what one rank reports of its steps. The first step is left out where there are more."""
 
     def __init__(self) -> None:
         self.last: StepReport | None = None
+        self.held: RankMemory | None = None
         self._sums: Counter[str] = Counter()
         self._steps = 0
         self._is_warm = False
@@ -102,6 +161,7 @@ class Gauges:
         if self._steps == 1 and not self._is_warm:
             self._sums, self._steps, self._is_warm = Counter(), 0, True
         self.last = report
+        self.held = report.held or self.held
         self._steps += 1
         if report.spent is not None:
             self._sums.update(report.spent.parts())
@@ -114,6 +174,24 @@ class Gauges:
         """The mean seconds of a step by part, of every rank. All ranks call it; empty where not known."""
         by_rank = gathered(self.mean(), parallel.mesh.world, parallel.mesh.device)
         return by_rank if all(by_rank) else []
+
+    def held_by_all_ranks(self, parallel: ParallelModel) -> list[Held]:
+        """What every rank held in the step in which it was counted. All ranks call it."""
+        assert self.held is not None
+        assert self.last is not None
+        mine = {"counted": asdict(self.held), "memory_bytes": self.last.memory_bytes}
+        return [
+            Held(
+                RankMemory(
+                    **{
+                        part: {Category(name): nbytes for name, nbytes in held.items()}
+                        for part, held in of_rank["counted"].items()
+                    }
+                ),
+                of_rank["memory_bytes"],
+            )
+            for of_rank in gathered(mine, parallel.mesh.world, parallel.mesh.device)
+        ]
 
 
 def mean_parts(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -156,12 +234,50 @@ def traffic_lines(rows: Sequence[TrafficRow]) -> list[str]:
     return lines
 
 
-def summary(by_rank: Sequence[Mapping[str, float]], rows: Sequence[TrafficRow]) -> dict[str, Any]:
-    """Both as one line of metrics.jsonl."""
+_SHOWN_BYTES = 1000
+"""Of a category of which there is less, as of what a loss sends, there is no line."""
+
+
+def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
+    """What ranks held, as text: by category of the rank that held most, of others the sum."""
+    most = max(rows, key=lambda row: row.counted.peak)
+    counted, predicted = most.counted, most.predicted
+    who = f"rank {most.rank}" if len(rows) == 1 else f"rank {most.rank} (pipeline rank {most.pipeline_rank})"
+    lines = [
+        f"what {who} held in a step, tensor by tensor, in MB (in brackets: predicted):",
+        f"  {'':<24}{'at the peak':>24}{'at most':>24}",
+    ]
+    for category in Category:
+        if max(counted.most[category], predicted.most[category]) >= _SHOWN_BYTES:
+            at_peak = _beside(counted.at_peak[category], predicted.at_peak[category])
+            at_most = _beside(counted.most[category], predicted.most[category])
+            lines.append(f"  {category.value:<24}{at_peak:>24}{at_most:>24}")
+    lines.append(f"  {'all':<24}{_beside(counted.peak, predicted.peak):>24}{_off(most):>24}")
+    for row in rows:
+        if row is not most:
+            name = f"pipeline rank {row.pipeline_rank}, rank {row.rank}"
+            lines.append(f"  {name:<24}{_beside(row.counted.peak, row.predicted.peak):>24}{_off(row):>24}")
+    lines.append(f"  with all else, {who} took {most.memory_bytes / 1e6:,.0f} MB at most")
+    return lines
+
+
+def _beside(counted: int, predicted: int) -> str:
+    return f"{counted / 1e6:,.3f} ({predicted / 1e6:,.3f})"
+
+
+def _off(row: MemoryRow) -> str:
+    return f"{row.counted.peak / row.predicted.peak - 1:+.1%}"
+
+
+def summary(
+    by_rank: Sequence[Mapping[str, float]], rows: Sequence[TrafficRow], held: Sequence[MemoryRow]
+) -> dict[str, Any]:
+    """All of it as one line of metrics.jsonl."""
     return {
         "seconds_by_part": mean_parts(by_rank) if by_rank else None,
         "seconds_by_part_of_ranks": [dict(parts) for parts in by_rank],
         "traffic_of_rank_0": [asdict(row) for row in rows],
+        "memory": [asdict(row) for row in held],
     }
 
 

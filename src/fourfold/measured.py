@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -205,8 +206,8 @@ def by_op(waits: Sequence[Wait]) -> dict[tuple[str, str], Waited]:
     return found
 
 
-def gathered(parts: Mapping[str, float], axis: Axis, device: torch.device) -> list[dict[str, float]]:
-    """Return the named numbers of all ranks, by rank. All of them call it; names may differ."""
-    text = torch.tensor(list(json.dumps(dict(parts)).encode()), dtype=torch.uint8, device=device)
+def gathered(values: Mapping[str, Any], axis: Axis, device: torch.device) -> list[dict[str, Any]]:
+    """Return the named values of all ranks, by rank: what JSON can hold. All call it; names may differ."""
+    text = torch.tensor(list(json.dumps(dict(values)).encode()), dtype=torch.uint8, device=device)
     counts = all_gather(torch.tensor([len(text)], device=device), axis).tolist()
     return [json.loads(bytes(part.tolist())) for part in all_gather(text, axis, counts=counts).split(counts)]

@@ -14,7 +14,7 @@ same groups to torch.
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,12 +39,10 @@ class StandIn:
 
     Args:
         backend: whose ways the collectives take, ``nccl`` or ``gloo``.
-        touch: is told of the axis and the tensors of each operation that would start.
     """
 
-    def __init__(self, backend: str, touch: "Callable[[Axis, Sequence[torch.Tensor]], None]"):
+    def __init__(self, backend: str):
         self.backend = backend
-        self.touch = touch
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,12 @@ class Update:
                         {name: state[name].view(-1) for name in MOMENTS[type(optimizer)]},
                     )
 
+    def state(self) -> Iterator[Tensor]:
+        """Yield every tensor that the optimizers keep; where they have none yet, they are made."""
+        for optimizer in self._optimizers:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                yield from moments_(optimizer, parameter).values()
+
     def continue_(self, updates: int) -> None:
         """Go on after so many updates, whose moments were written to `moments`."""
         self.updates = updates

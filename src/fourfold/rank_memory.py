@@ -50,7 +50,7 @@ class Holdings:
         blocks: the blocks of each segment of the model, in order.
         optimizer_bytes: the optimizer's state.
         batch_bytes: of all microbatches' tokens, labels and positions.
-        rotary_bytes: of one microbatch's rotary angles.
+        rotary_bytes: of one microbatch's rotary angles, and ``rotating_bytes`` while they are made.
         equal_pieces_are_summed_in_place: whether a reduction of equal pieces needs no room (NCCL's does not).
         arrived: what `fourfold.layer.transfers.arrived` says, if it is known already.
     """
@@ -62,6 +62,7 @@ class Holdings:
     optimizer_bytes: int
     batch_bytes: int
     rotary_bytes: int
+    rotating_bytes: int
     equal_pieces_are_summed_in_place: bool = True
     arrived: Mapping[Action, Sequence[Action]] | None = None
 
@@ -157,9 +158,12 @@ class _Walk:
         self._take_message(action)
         if microbatch not in self._rotated:
             self._rotated.add(microbatch)
-            self._add(Category.BATCH, self._holdings.rotary_bytes)
+            self._add(Category.BATCH, self._holdings.rotating_bytes)
+            self._add(Category.BATCH, self._holdings.rotary_bytes - self._holdings.rotating_bytes)
         blocks = self._holdings.blocks[segment]
         keeps = action in self._left.tapes
+        if keeps:  # what was kept of a forward that ran before becomes a part of this one's tape
+            self._add(Category.ACTIVATIONS, -self._kept.pop(place, 0))
         kept = logits = 0
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
             self._moment(kept + (block.forward if keeps else block.evaluate), logits + block.loss)
@@ -173,7 +177,6 @@ class _Walk:
             self._kept[place] = stays
             self._add(Category.ACTIVATIONS, stays)
         if keeps:
-            self._add(Category.ACTIVATIONS, -self._kept.pop(place, 0))
             self._add(Category.LOGITS, logits)
             self._add(Category.ACTIVATIONS, kept)
             self._tapes[place] = kept, logits

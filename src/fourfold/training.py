@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fourfold.checkpoint.initial_weights import read_hugging_face_
 from fourfold.collectives import Wait, all_gather, all_reduce_, log_waits, record
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
+from fourfold.held import counting_memory
 from fourfold.initialize import initialize_
 from fourfold.learning_rate import learning_rate
 from fourfold.measured import TimeSpent, time_spent
@@ -24,6 +26,7 @@ from fourfold.optimizer import Update, optimizers
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
 from fourfold.place import HERE
 from fourfold.program.actions import SUMS
+from fourfold.rank_memory import RankMemory
 from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.traffic import Event
@@ -45,6 +48,7 @@ class StepReport:
         spent: where this rank's time went; None where that is not known.
         events: what this rank sent, in order.
         waits: when it waited for that, in order.
+        held: what this rank held, counted; None where that was not asked for.
     """
 
     step: int
@@ -58,6 +62,7 @@ class StepReport:
     spent: TimeSpent | None = None
     events: Sequence[Event] = ()
     waits: Sequence[Wait] = ()
+    held: RankMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,9 @@ def train(
     trainer = Trainer(run, model_spec, mesh, data=train_data)
     on_start(trainer.parallel)
     bad_steps = 0
-    for step in range(resume(trainer), run.training.steps):
-        report = trainer.step(step)
+    start = resume(trainer)
+    for step in range(start, run.training.steps):
+        report = trainer.step(step, counts_memory=step == start)
         on_report(report)
         is_good = math.isfinite(report.loss) and math.isfinite(report.grad_norm)
         bad_steps = 0 if is_good else bad_steps + 1
@@ -175,8 +181,11 @@ class Trainer:
             self.parallel, optimizers(self.parallel, run.optimizer), clip_norm=run.optimizer.clip_norm
         )
 
-    def step(self, step: int) -> StepReport:
-        """Train on the batch of ``step``, from 0. A step that is not finite leaves the weights alone."""
+    def step(self, step: int, *, counts_memory: bool = False) -> StepReport:
+        """Train on the batch of ``step``, from 0. A step that is not finite leaves the weights alone.
+
+        With ``counts_memory`` the report says what the rank held, and the step takes longer.
+        """
         began = time.perf_counter()
         HERE.begin(f"in step {step + 1}", is_watched=True)
         training = self._run.training
@@ -185,9 +194,15 @@ class Trainer:
         data_seconds = time.perf_counter() - began
         update = self.update
         update.learning_rate = learning_rate(step + 1, spec=self._run.optimizer, total_steps=training.steps)
-        with record() as events, log_waits() as waits:
+        with ExitStack() as stack:
+            events, waits = stack.enter_context(record()), stack.enter_context(log_waits())
+            ledger = None
+            if counts_memory:
+                counting = counting_memory(self.parallel, update, batches, events)
+                ledger = stack.enter_context(counting)
             loss_sum = self.parallel.step(batches, valid_tokens=valid_tokens, update=update)
-        loss = float(loss_sum) / max(valid_tokens, 1)
+            loss = float(loss_sum) / max(valid_tokens, 1)
+        del batches  # they are no part of what is held between steps
         seconds = time.perf_counter() - began
         trace = self.parallel.executor.trace
         return StepReport(
@@ -202,6 +217,7 @@ class Trainer:
             spent=time_spent(trace, waits, seconds=seconds, data_seconds=data_seconds),
             events=events,
             waits=waits,
+            held=None if ledger is None else ledger.memory,
         )
 
     @property

@@ -103,6 +103,10 @@ def test_a_run_leaves_its_folder(finished: tuple[Path, str]):
     assert lines[4]["seconds_by_part"]["compute"] > 0
     for row in lines[4]["traffic_of_rank_0"]:
         assert (row["calls"], row["bytes"]) == (row["predicted_calls"], row["predicted_bytes"])
+    for row in lines[4]["memory"]:
+        counted, predicted = (sum(row[name]["at_peak"].values()) for name in ("counted", "predicted"))
+        assert counted == pytest.approx(predicted, rel=0.05)
+    assert "held in a step, tensor by tensor, in MB (in brackets: predicted):" in output
     assert "of a step went, mean of 2 ranks" in output
     assert 3 < lines[3]["evaluation_loss"] < 6
     assert "step 3/3  loss" in output

@@ -44,7 +44,10 @@ def rehearse(
     step = step_asked_for(run_file, model, given, device=device)
     if not 0 <= rank < step.layout.world_size:
         raise UserError(f"--rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}")
-    predicted = _predicted(step, rank, device)
+
+    from fourfold.explain import memory_of_rank
+
+    predicted = memory_of_rank(step, rank, device_type=device)
 
     from fourfold.rehearsal.run import rehearse as run
 
@@ -53,19 +56,6 @@ def rehearse(
         typer.echo(json.dumps(to_json(step, found, predicted)))
     else:
         typer.echo(text(step, found, predicted, model or str(run_file)))
-
-
-def _predicted(step: "Step", rank: int, device: str) -> "RankMemory":
-    """What floor 0 says of the memory of this very rank. Raises `UserError` for a layout that cannot be."""
-    from fourfold.explain import explain
-    from fourfold.rank_memory import rank_memory
-
-    at = step.layout.coordinates(rank)
-    shard = 0
-    for axis in step.layout.shard_axes:
-        shard = shard * step.layout.size(axis) + at[axis]
-    found = explain(step, device_type=device, tp_rank=at["tp"])
-    return rank_memory(found.holdings(at["pp"], shard))
 
 
 def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[str, Any]:
@@ -78,9 +68,9 @@ def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[st
         "layout": str(step.layout),
         "rank": found.rank,
         "coordinates": dict(step.layout.coordinates(found.rank)),
-        "peak_bytes": sum(found.peak_bytes.values()),
-        "memory_at_peak_bytes": {c.value: n for c, n in found.peak_bytes.items()},
-        "memory_between_steps_bytes": {c.value: n for c, n in found.rest_bytes.items()},
+        "peak_bytes": found.held.peak,
+        "memory_at_peak_bytes": {c.value: n for c, n in found.held.at_peak.items()},
+        "memory_between_steps_bytes": {c.value: n for c, n in found.held.rest.items()},
         "predicted_peak_bytes": predicted.peak,
         "predicted_at_peak_bytes": {c.value: n for c, n in predicted.at_peak.items()},
         "flops": found.flops,
@@ -101,14 +91,14 @@ def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) ->
     memory += [
         [
             category.value,
-            size(found.rest_bytes[category]),
-            size(found.peak_bytes[category]),
+            size(found.held.rest[category]),
+            size(found.held.at_peak[category]),
             size(predicted.at_peak[category]),
         ]
         for category in Category
     ]
-    peak = sum(found.peak_bytes.values())
-    memory.append(["all", size(sum(found.rest_bytes.values())), size(peak), size(predicted.peak)])
+    peak = found.held.peak
+    memory.append(["all", size(sum(found.held.rest.values())), size(peak), size(predicted.peak)])
     return "\n\n".join(
         [
             f"{title(step, name)}\nrehearsed: rank {found.rank:,}{place}",

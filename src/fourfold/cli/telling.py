@@ -11,7 +11,18 @@ from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.data import PackedDataset, Prepared
 from fourfold.doctor import peak_of
 from fourfold.explain import explain
-from fourfold.gauges import Gauges, RunFlops, summary, time_lines, traffic, traffic_lines
+from fourfold.gauges import (
+    Gauges,
+    MemoryRow,
+    RunFlops,
+    TrafficRow,
+    memory,
+    memory_lines,
+    summary,
+    time_lines,
+    traffic,
+    traffic_lines,
+)
 from fourfold.launch import Rank
 from fourfold.measured import measured_timeline
 from fourfold.mesh import Mesh
@@ -95,7 +106,7 @@ class Telling:
         keeps = self._run.training.recompute.not_again(tp=self._mesh.tp.size)
         self._reporter.flops = RunFlops(model, documents, keeps=keeps)
         if len(model.stages.blocks) > 1:
-            self.line(_stages(model))
+            self.line(stage_lines(model))
         if model.tensor_parallel is not None:
             self.line(_stream(model.tensor_parallel))
 
@@ -127,6 +138,7 @@ class Telling:
         """Tell what came out, when nothing failed. All ranks call it; ``sample`` makes a text on all."""
         timeline = measured_timeline(model.executor.trace, self._mesh.pp)
         by_rank = self._gauges.of_all_ranks(model)
+        held = self._gauges.held_by_all_ranks(model)
         text = sample()
         if self._reporter is None:
             return
@@ -135,23 +147,25 @@ class Telling:
         assert last is not None
         self.draw_curves()
         _draw_program(model, timeline, self._folder, step=run.training.steps)
-        predicted = _predicted(run, model_spec, data, self._mesh.device.type)
-        _tell_gauges(self._reporter, self._folder, by_rank, last, predicted, self._title)
+        device = self._mesh.device.type
+        sent = traffic(last, _predicted(run, model_spec, data, device))
+        packed = any(len(row) > 1 for row in data.documents(last.step - 1, run.training.batch))
+        rows = memory(held, Step.of_run(run, model_spec), device_type=device, packed=packed)
+        _tell_gauges(self._reporter, self._folder, by_rank, sent, rows, self._title)
+        self._reporter.note({"step": last.step, **summary(by_rank, sent, rows)})
         _tell(self._reporter, self._folder, self._unigram)
         if text:
             self.line(f"\nsample, temperature {run.sample.temperature:g}:\n")
             print(text, flush=True)
 
 
-def _stages(model: ParallelModel) -> str:
-    """Say which segments each pipeline stage has, and where it is."""
-    place = model.program.rank_of_segment
+def stage_lines(model: ParallelModel) -> str:
+    """Say which blocks each pipeline stage has, and where it is."""
     lines = []
-    first = 0
+    place = model.stages.order.rank_of_segment
     for number, names in enumerate(model.stages.blocks):
         held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"stage {number} on pipeline rank {place[first]}: {held}")
-        first += len(names)
+        lines.append(f"stage {number} on pipeline rank {place[number]}: {held}")
     return "\n".join(lines)
 
 
@@ -187,7 +201,7 @@ def _draw_program(model: ParallelModel, timeline: Timeline, folder: Path, *, ste
     """Write the program of a step as text; draw the last step as it ran, and write it as a trace."""
     path = folder / "program.txt"
     with writing(path):
-        path.write_text(f"{_stages(model)}\n{_units(model)}\n\n{draw.listing(model.program)}\n")
+        path.write_text(f"{stage_lines(model)}\n{_units(model)}\n\n{draw.listing(model.program)}\n")
     if timeline.spans:
         ranks = "on rank 0" if timeline.num_ranks == 1 else f"on {timeline.num_ranks} pipeline ranks"
         picture = folder / "program.png"
@@ -220,18 +234,17 @@ def _tell_gauges(
     reporter: Reporter,
     folder: Path,
     by_rank: Sequence[Mapping[str, float]],
-    last: StepReport,
-    predicted: Sequence[Event],
+    sent: Sequence[TrafficRow],
+    held: Sequence[MemoryRow],
     title: str,
 ) -> None:
-    """Print, draw and keep where the time went and what was sent."""
-    rows = traffic(last, predicted)
+    """Print and draw where the time went; print what was sent and what was held."""
     if by_rank:
         reporter.console.print("\n".join(time_lines(by_rank)))
         draw_time(folder / "time.png", by_rank, title=title)
-    if rows:
-        reporter.console.print("\n".join(traffic_lines(rows)))
-    reporter.note({"step": last.step, **summary(by_rank, rows)})
+    if sent:
+        reporter.console.print("\n".join(traffic_lines(sent)))
+    reporter.console.print("\n".join(memory_lines(held)))
 
 
 def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:

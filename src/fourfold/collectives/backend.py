@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.collectives.pending import Work
+from fourfold.collectives.recorder import given
 from fourfold.mesh import Axis, StandIn, backend_of
 
 Started = tuple[list[Work], Callable[[], Tensor]]
@@ -188,8 +189,8 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: A
     In one group of NCCL's: sends and receives that were started one by one would run one after another
     there, and ranks that all send first, or all receive first, would wait for each other for ever.
     """
+    given(axis, (*sent.values(), *received.values()))
     if isinstance(axis.group, StandIn):
-        axis.group.touch(axis, [*sent.values(), *received.values()])
         return []
     operations = []
     for step in range(1, axis.size):  # everyone starts with another neighbour
@@ -223,8 +224,8 @@ def _has_nccl(tensor: Tensor, axis: Axis) -> bool:
 
 def _call(axis: Axis, operation: Callable[..., Work | None], *args: Any, **options: Any) -> list[Work]:
     """Start an operation of torch's on the axis, and return what to wait for: nothing on a stand-in."""
+    given(axis, args)
     if isinstance(axis.group, StandIn):
-        axis.group.touch(axis, [arg for arg in args if isinstance(arg, Tensor)])
         return []
     return _present([operation(*args, group=axis.group, **options)])
 

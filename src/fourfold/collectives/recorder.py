@@ -1,9 +1,10 @@
-"""The recorder: what the collectives sent, as events."""
+"""The recorder: what the collectives sent, as events, and the tensors that they were done with."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from fourfold.mesh import Axis
 from fourfold.traffic import Event
@@ -40,3 +41,24 @@ def note(op: str, axis: Axis, numel: int, dtype: torch.dtype) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+Watcher = Callable[[Axis, Sequence[Tensor]], None]
+
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell ``watcher`` of the axis and the tensors of each operation that a backend is given meanwhile."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def given(axis: Axis, arguments: Iterable[object]) -> None:
+    """Tell who watches what a backend is given for an operation."""
+    for watcher in _watchers:
+        watcher(axis, [argument for argument in arguments if isinstance(argument, Tensor)])

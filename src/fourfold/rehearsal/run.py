@@ -1,30 +1,24 @@
 """Run a training step of one rank of a layout without the others, and without data."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from fourfold.collectives import record
 from fourfold.data import Dataset
 from fourfold.errors import UserError
 from fourfold.flop_counter import FlopCounter
-from fourfold.memory import Category
-from fourfold.mesh import Axis, RehearsedMesh, StandIn
+from fourfold.mesh import RehearsedMesh, StandIn
 from fourfold.models import Microbatch
-from fourfold.models.rope import Rotary
 from fourfold.outline import Step
-from fourfold.parallel_model import ParallelModel
+from fourfold.rank_memory import RankMemory
 from fourfold.rehearsal.kernels import Kernels
-from fourfold.rehearsal.ledger import Ledger
-from fourfold.specs import ModelSection, ModelSpec, RunSpec
+from fourfold.specs import ModelSection, RunSpec
 from fourfold.traffic import Event
 from fourfold.training import Trainer
 
@@ -35,15 +29,13 @@ class Recorded:
 
     Attributes:
         rank: which one.
-        peak_bytes: what it holds when it holds most, by category.
-        rest_bytes: what it holds after the step, by category.
+        held: what it holds, by category.
         flops: that it executes.
         events: what it sends and receives, in order.
     """
 
     rank: int
-    peak_bytes: Mapping[Category, int]
-    rest_bytes: Mapping[Category, int]
+    held: RankMemory
     flops: int
     events: Sequence[Event]
 
@@ -72,7 +64,7 @@ def rehearse(
     """Return what a rank of a layout would do in a step, on its own and without data.
 
     The code is that of a run, on PyTorch's meta device: tensors have shapes and sizes, but no elements.
-    Process groups are stand-ins. The second step counts, in which the optimizer has its state from the first.
+    Process groups are stand-ins. The optimizer has its state from the beginning.
 
     Args:
         step: the model, its layout, and what it trains on.
@@ -90,22 +82,21 @@ def rehearse(
             f"rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}",
         )
     backend = "nccl" if device_type == "cuda" else "gloo"
-    watch = Watch(torch.device("meta"))
-    mesh = RehearsedMesh(run.layout, rank, StandIn(backend, watch.touch))
-    data = watch.rows_of(data or WholeRows(step.spec.vocab_size, step.sequence_length))
+    mesh = RehearsedMesh(run.layout, rank, StandIn(backend))
+    data = data or WholeRows(step.spec.vocab_size, step.sequence_length)
     with Kernels(device_type):
-        return watch.second_step(Trainer(run, step.spec, mesh, data=data))
+        return recorded(Trainer(run, step.spec, mesh, data=data))
 
 
 def run_of(step: Step) -> RunSpec:
-    """A run of two such steps."""
+    """A run of one such step."""
     return RunSpec.model_validate(
         {
             "layout": step.layout,
             "model": ModelSection(overrides=step.spec.model_dump(mode="json", exclude_none=True)),
             "data": {"sequence_length": step.sequence_length},
             "training": {
-                "steps": 2,
+                "steps": 1,
                 "batch": step.batch,
                 "microbatches": step.microbatches,
                 "dtype": step.dtype,
@@ -117,106 +108,25 @@ def run_of(step: Step) -> RunSpec:
     )
 
 
-class Watch:
-    """Counts what the second step of a trainer holds, computes and sends; on any device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.ledger = Ledger(device)
-        self.counter = FlopCounter()
-
-    def touch(self, axis: Axis, tensors: Sequence[Tensor]) -> None:
-        """Be told that an operation on an axis starts with these tensors.
-
-        What goes over tp and pp are activations; what the collectives themselves make on the way is not.
-        """
-        self.ledger.mark(tensors, Category.COMMUNICATION, only_new=axis.name in ("tp", "pp"))
-
-    def rows_of(self, data: Dataset) -> Dataset:
-        """The same rows, counted as the batch."""
-        return _Rows(data, self._device, self.ledger)
-
-    def second_step(self, trainer: Trainer) -> Recorded:
-        """Run two steps and return what the second one does."""
-        ledger, parallel = self.ledger, trainer.parallel
-        for unit in parallel.units:
-            ledger.add_unit(unit)
-        with ExitStack() as stack:
-            stack.enter_context(self._categories(parallel))
-            stack.enter_context(self.counter)
-            stack.enter_context(ledger)
-            ledger.events = stack.enter_context(record())
-            trainer.step(0)
-            ledger.begin()
-            self.counter.flops = 0
-            events = stack.enter_context(record())
-            trainer.step(1)
-        return Recorded(parallel.mesh.rank, ledger.peak, ledger.live, self.counter.flops, tuple(events))
-
-    @contextmanager
-    def _categories(self, parallel: ParallelModel) -> Iterator[None]:
-        """Tell the ledger what is made where."""
-        ledger, model = self.ledger, parallel.model
-        rotary, loss = model.rotary, model.cross_entropy
-
-        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            with ledger.born_as(Category.LOGITS):
-                ledger.mark([logits], Category.LOGITS)
-                return loss(logits, labels)
-
-        open_steps: list[ExitStack] = []
-
-        def before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            open_steps.append(ExitStack())
-            flops = self.counter.flops  # those of Muon are not counted
-            open_steps[-1].callback(lambda: setattr(self.counter, "flops", flops))
-            # The fused kernel makes nothing on the way; AdamW in operations, on the meta device, does.
-            is_fused = isinstance(optimizer, torch.optim.AdamW)
-            open_steps[-1].enter_context(ledger.born_as(Category.OPTIMIZER, only_what_stays=is_fused))
-
-        def after_update(*_: Any) -> None:
-            open_steps.pop().close()
-
-        model.rotary, model.cross_entropy = _Angles(ledger, rotary.spec), loss_of
+@contextmanager
+def counting_flops() -> Iterator[FlopCounter]:
+    """Yield what counts the FLOPs of what runs inside, on any device; the optimizer's do not count."""
+    before: list[int] = []
+    with FlopCounter() as counter:
         hooks = [
-            register_optimizer_step_pre_hook(before_update),
-            register_optimizer_step_post_hook(after_update),
+            register_optimizer_step_pre_hook(lambda *_: before.append(counter.flops)),
+            register_optimizer_step_post_hook(lambda *_: setattr(counter, "flops", before.pop())),
         ]
         try:
-            yield
+            yield counter
         finally:
-            model.rotary, model.cross_entropy = rotary, loss
             for hook in hooks:
                 hook.remove()
 
 
-class _Rows:
-    """Rows on a device, which count as the batch."""
-
-    def __init__(self, data: Dataset, device: torch.device, ledger: Ledger):
-        self._data = data
-        self._device = device
-        self._ledger = ledger
-        self.vocab_size = data.vocab_size
-        self.valid_tokens = data.valid_tokens
-
-    def rows(self, step: int, batch: int, rows: range) -> Microbatch:
-        """Return rows of a step, on the device."""
-        with self._ledger.born_as(Category.BATCH):
-            found = self._data.rows(step, batch, rows).to(self._device)
-        tensors = (found.input_ids_BS, found.labels_BS, found.position_ids_BS)
-        self._ledger.add(tensors, Category.BATCH)
-        return found
-
-
-class _Angles(Rotary):
-    """Rotary angles that count with the batch."""
-
-    def __init__(self, ledger: Ledger, spec: ModelSpec):
-        super().__init__(spec)
-        self._ledger = ledger
-
-    def __call__(self, batch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `Rotary`."""
-        with self._ledger.born_as(Category.BATCH):
-            return super().__call__(batch, dtype)
+def recorded(trainer: Trainer) -> Recorded:
+    """Run a trainer's first step and return what it does; on any device."""
+    with counting_flops() as counter:
+        report = trainer.step(0, counts_memory=True)
+    assert report.held is not None
+    return Recorded(trainer.parallel.mesh.rank, report.held, counter.flops, report.events)

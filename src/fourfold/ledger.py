@@ -1,7 +1,7 @@
 """What tensors a step holds, counted operation by operation as it runs."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.batch.units import Unit
 from fourfold.memory import Category
+from fourfold.rank_memory import RankMemory
 from fourfold.sequence.ops import INSIDE
 from fourfold.traffic import Event
 
@@ -35,6 +36,7 @@ class Ledger(TorchDispatchMode):
         events: the collectives so far; where each is noted right before it starts, what is made between
             that and the start is a buffer of the collective itself.
         peak: bytes by category when they were most in all.
+        most: the most bytes of each category, whenever that was.
     """
 
     def __init__(self, device: torch.device):
@@ -48,6 +50,7 @@ class Ledger(TorchDispatchMode):
         self._is_paused = False
         self.events: Sequence[Event] = ()
         self.peak: Mapping[Category, int] = dict(self._bytes)
+        self.most = dict(self._bytes)
         self._peak_total = 0
 
     @property
@@ -56,10 +59,10 @@ class Ledger(TorchDispatchMode):
         self._follow_sizes()
         return dict(self._bytes)
 
-    def begin(self) -> None:
-        """Look for the peak from here on."""
-        self._peak_total = 0
-        self._see_peak()
+    @property
+    def memory(self) -> RankMemory:
+        """What there is now, and what there was at most."""
+        return RankMemory(self.live, dict(self.peak), dict(self.most))
 
     def add_unit(self, unit: Unit) -> None:
         """Enter a unit's buffers, which change their sizes as they are gathered and freed."""
@@ -72,10 +75,11 @@ class Ledger(TorchDispatchMode):
         ):
             self._resizable.append(self._enter(tensor, category))
 
-    def add(self, tensors: Sequence[Tensor], category: Category) -> None:
-        """Enter tensors that were made without an operation."""
+    def add(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Enter tensors that were made before, or without an operation."""
         for tensor in tensors:
             self._enter(tensor, category)
+        self._see_peak()
 
     def mark(self, tensors: Sequence[Tensor], category: Category, *, only_new: bool = False) -> None:
         """Say what tensors are that count as activations so far.
@@ -149,8 +153,13 @@ class Ledger(TorchDispatchMode):
 
     def _see_peak(self) -> None:
         self._follow_sizes()
-        if self._total >= self._peak_total and not self._is_paused:
+        if self._is_paused:
+            return
+        if self._total >= self._peak_total:
             self._peak_total, self.peak = self._total, dict(self._bytes)
+        for category, nbytes in self._bytes.items():
+            if nbytes > self.most[category]:
+                self.most[category] = nbytes
 
 
 class _Entry:
