@@ -1,6 +1,7 @@
 """One rank, as the function that runs on it sees it."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -121,3 +122,10 @@ class Rank:
         what = f"{worker}, which is {name}"
         wait_for(self._store, key, seconds=TASK_SECONDS, what=what, aloud=place == 1)
         return None
+
+
+def leave_group() -> None:
+    """Destroy the process group, if there is one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fourfold.launch.failure import Failure
 from fourfold.launch.job import joined_job
-from fourfold.launch.rank import Rank
+from fourfold.launch.rank import Rank, leave_group
 from fourfold.place import HERE
 
 RESULT = "result.pickle"
@@ -69,13 +69,6 @@ def run_rank(
         rank.failed()  # last: what other ranks say of it comes later than the cause
         _end(2 if failure.kind == "user" else 1)
     _end(0)
-
-
-def leave_group() -> None:
-    """Destroy the process group, if there is one."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _end(status: int) -> None:
