@@ -139,6 +139,9 @@ def check_exchange() -> None:
     received = {0: torch.zeros(100_000)} if axis.rank == 1 else {}
     exchange_(sent, received, axis).wait()
     assert all((tensor == 7).all() for tensor in received.values())
+    large = torch.zeros(300_000)  # on 2 ranks 2.4 MB together, too much for a collective
+    exchange_({after: numbered(axis.rank, 300_000)}, {before: large}, axis).wait()
+    assert torch.equal(large, numbered(before, 300_000))
     first.wait()
     for peer, buffer in buffers.items():
         assert torch.equal(buffer, numbered(peer, 3, 4) + axis.rank)

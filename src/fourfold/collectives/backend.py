@@ -41,6 +41,9 @@ Started = tuple[list[Work], Callable[[], Tensor]]
 # gloo's own are as fast there, for less work on this side.
 SMALL_ALL_REDUCE_BYTES = 64 * 1024
 SMALL_ALL_GATHER_BYTES = 512 * 1024
+# On 2 ranks its all_to_all is the faster exchange up to this size of what both send together: of 64, 256 and
+# 512 KiB each way in 0.4, 0.9 and 1.1 ms, sends and receives in 1.3, 2.6 and 2.9. Beyond, both take as long.
+SMALL_EXCHANGE_BYTES = 2 * 1024 * 1024
 # Above this size of a tensor gloo's own reduce wins, since it spreads the sums over the ranks.
 LARGE_REDUCE_BYTES = 4 * 1024 * 1024
 
@@ -192,6 +195,9 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: A
     given(axis, (*sent.values(), *received.values()))
     if isinstance(axis.group, StandIn):
         return []
+    nbytes = sum(tensor.nbytes for tensor in (*sent.values(), *received.values()))
+    if axis.size == 2 and backend_of(axis) != "nccl" and nbytes <= SMALL_EXCHANGE_BYTES:
+        return _exchange_of_two(sent, received, axis) if nbytes else []
     operations = []
     for step in range(1, axis.size):  # everyone starts with another neighbour
         after, before = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
@@ -200,6 +206,18 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: A
         if after in sent and sent[after].numel():
             operations.append(_point_to_point(dist.isend, sent[after], axis, after))
     return _present(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def _exchange_of_two(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: Axis) -> list[Work]:
+    """Start an exchange on an axis of 2 ranks as a collective: each knows what the other sends."""
+    other = 1 - axis.rank
+    nothing = torch.empty(0, dtype=torch.uint8)
+    mine, theirs = (
+        _as_bytes(messages[other]) if other in messages else nothing for messages in (sent, received)
+    )
+    receive, send = ([0, tensor.numel()] if other else [tensor.numel(), 0] for tensor in (theirs, mine))
+    work = dist.all_to_all_single(theirs, mine, receive, send, group=axis.group, async_op=True)
+    return _present([work])
 
 
 def barrier(axis: Axis) -> Started:
