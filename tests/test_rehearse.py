@@ -96,15 +96,16 @@ def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict
         ("tiny", "pp2:zb-h1,fsdp2,tp2", 1, 8, "none"),
         ("tiny-qwen3", "fsdp2,tp2", 3, 4, "every:2"),
         ("llama3-405b", "pp4,fsdp128,tp8", 1024 * 2 + 5, 128, "full"),
+        ("llama3-405b", "pp4,fsdp8,tp8", 4 * 64 - 1, 32, "full"),
     ],
 )
 def test_a_rehearsal_is_what_is_predicted(
     model: str, layout: str, rank: int, batch: int, recompute: str
 ) -> None:
-    """The same from the running code as from the formulas, of ranks that are not here."""
-    spec = ModelSpec.preset(model)
+    """The same from the running code as from the formulas, of ranks that are not here; large ones to 0.1 %."""
+    spec, close = ModelSpec.preset(model), 0.05
     if model == "llama3-405b":
-        spec = spec.replace({"num_hidden_layers": 16})
+        spec, close = spec.replace({"num_hidden_layers": 8}), 0.001
     if model == "tiny-qwen3":  # a vocabulary of which all ranks have as much
         spec = spec.replace({"vocab_size": 512})
     parsed = Layout.parse(layout)
@@ -124,7 +125,7 @@ def test_a_rehearsal_is_what_is_predicted(
     assert list(found.events) == explained.events(at["pp"], shard=shard)
     assert found.flops * parsed.tp == explained.flops[at["pp"]].executed
     predicted = rank_memory(explained.holdings(at["pp"], shard))
-    assert found.held.peak == pytest.approx(predicted.peak, rel=0.05)
+    assert found.held.peak == pytest.approx(predicted.peak, rel=close)
     assert found.held.rest[Category.WEIGHTS] == predicted.rest[Category.WEIGHTS] > 0
     # AdamW counts its steps, in 4 bytes a run of parameters.
     assert 0 < found.held.rest[Category.OPTIMIZER] - predicted.rest[Category.OPTIMIZER] < 200

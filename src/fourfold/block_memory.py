@@ -231,7 +231,7 @@ class BlockSizes:
             evaluate=forward if self.keeps else evaluate + leaving,
             loss=0,
             backward=backward,
-            halves=gathered + 3 * self.inner,
+            halves=max(gathered + 3 * self.inner, 2 * gathered + 3 * self.entered),
         )
 
     def _kept(self) -> int:
