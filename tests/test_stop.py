@@ -23,7 +23,12 @@ def test_a_signal_asks_and_does_not_end_the_process(number: signal.Signals):
 
 
 def test_the_second_ctrl_c_ends_the_process_as_before():
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+    # A shell lets what it runs in the background ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stop.listening():
             os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
