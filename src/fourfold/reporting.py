@@ -223,10 +223,7 @@ class Reporter:
         if self._live is None or seconds < LONG_SECONDS or now - self._shown < LIVE_SECONDS:
             return
         self._shown = now
-        rate = done_bytes / seconds
-        left = clock_time((total_bytes - done_bytes) / rate) if rate else "-"
-        size = f"{done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
-        line = f"{what}: {size}  {rate / 1e9:.2f} GB/s  {left} left"
+        line = how_far(what, done_bytes, total_bytes, seconds)
         self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def line(self, report: StepReport) -> str:
@@ -268,6 +265,14 @@ def json_text(values: Mapping[str, Any]) -> str:
         return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(values))
+
+
+def how_far(what: str, done_bytes: int, total_bytes: int, seconds: float) -> str:
+    """Return a line on work that has taken so many seconds, with the time that it will still take."""
+    rate = done_bytes / seconds if seconds else 0.0
+    left = clock_time((total_bytes - done_bytes) / rate) if rate else "-"
+    size = f"{done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
+    return f"{what}: {size}  {rate / 1e9:.2f} GB/s  {left} left"
 
 
 def clock_time(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """Text generation from a trained decoder."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
     last_logits: Callable[[Microbatch], Tensor] | None = None,
+    on_token: Callable[[int, int, float], None] = lambda *_: None,
 ) -> list[int]:
     """Return up to `tokens` new token ids that follow the prompt.
 
@@ -31,7 +33,8 @@ def generate(
     token alone. Where the text grows longer than the model's context, its latest half is read again; with
     rotary kinds that depend on the length of the text, all of it is read for every token. `last_logits`
     gives the logits (V,) after the last token of a row, in place of the model's own forward: so every rank of
-    a pipeline generates the same text (`ParallelModel.last_logits`).
+    a pipeline generates the same text (`ParallelModel.last_logits`). `on_token` is given, after each new one,
+    how many there are, how many there will be at most, and the seconds so far.
 
     Raises `UserError` for an empty prompt, ids outside the vocabulary, impossible settings, and logits that
     are not finite.
@@ -45,7 +48,7 @@ def generate(
     depends_on_length = scaling is not None and scaling.rope_type in ("dynamic", "longrope")
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     before = [module.attend for module in attentions]
-    was_training = model.training
+    was_training, began = model.training, time.perf_counter()
     text, start, kept = list(prompt_ids), 0, 0  # the caches hold text[start : start + kept]
     model.eval()
     try:
@@ -64,6 +67,7 @@ def generate(
             if token == stop:
                 break
             text.append(token)
+            on_token(len(text) - len(prompt_ids), tokens, time.perf_counter() - began)
     finally:
         for module, attend in zip(attentions, before, strict=True):
             module.attend = attend

@@ -13,6 +13,7 @@ import torch
 
 from fourfold.allocator import keep_freed_memory
 from fourfold.checkpoint.initial_weights import read_hugging_face_
+from fourfold.checkpoint.progress import Progress
 from fourfold.collectives import Wait, all_gather, all_reduce_, log_waits, record
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
@@ -85,6 +86,7 @@ def train(
     train_data: Dataset,
     eval_data: Dataset,
     on_report: Callable[[Report], None],
+    on_init: Progress = lambda *_: None,
     on_start: Callable[[ParallelModel], None] = lambda _: None,
     resume: Callable[["Trainer"], int] = lambda _: 0,
     on_step: Callable[["Trainer", int], None] = lambda *_: None,
@@ -102,6 +104,7 @@ def train(
         train_data: gives the batch of every step.
         eval_data: the held-out tokens.
         on_report: is given every report.
+        on_init: hears how far this rank is with reading the weights of ``run.model.init``.
         on_start: is given the model before its first step.
         resume: loads what was saved and returns the step after which it was; 0 to begin.
         on_step: is given the number of finished steps after each, evaluation included: the time to save.
@@ -113,7 +116,7 @@ def train(
             ``training.skip_bad_steps``; no such step touches weights or moments, and the learning rate counts
             it. The message names the step, and the rank and the parameter where it began.
     """
-    trainer = Trainer(run, model_spec, mesh, data=train_data)
+    trainer = Trainer(run, model_spec, mesh, data=train_data, on_init=on_init)
     on_start(trainer.parallel)
     bad_steps = 0
     start = resume(trainer)
@@ -153,13 +156,22 @@ class Trainer:
         model_spec: the model; its weights are initialised here.
         mesh: the ranks.
         data: gives the batch of every step.
+        on_init: hears how far this rank is with reading weights.
 
     Attributes:
         parallel: the model on its ranks.
         update: its optimizer.
     """
 
-    def __init__(self, run: RunSpec, model_spec: ModelSpec, mesh: Mesh, *, data: Dataset):
+    def __init__(
+        self,
+        run: RunSpec,
+        model_spec: ModelSpec,
+        mesh: Mesh,
+        *,
+        data: Dataset,
+        on_init: Progress = lambda *_: None,
+    ):
         training = run.training
         if mesh.device.type == "cpu":
             keep_freed_memory()
@@ -174,6 +186,7 @@ class Trainer:
             batch=training.batch,
             recompute=training.recompute,
             init=None if run.model.init is None else Path(run.model.init),
+            on_init=on_init,
         )
         self._run = run
         self._data = data
@@ -283,11 +296,13 @@ def initialized(
     batch: int = 1,
     recompute: RecomputeName = NO_RECOMPUTATION,
     init: Path | None = None,
+    on_init: Progress = lambda *_: None,
 ) -> ParallelModel:
     """Build the model on ``mesh`` with its initial weights, the same on every layout.
 
     Each rank makes what it owns alone, or reads it from the Hugging Face folder ``init``: a sharded model is
-    nowhere whole. ``batch`` is that of all ranks; only a memory budget depends on it.
+    nowhere whole; ``on_init`` hears how far that is. ``batch`` is that of all ranks; only a memory budget
+    depends on it.
     """
     with torch.device("meta"):
         model = Decoder(model_spec)
@@ -302,7 +317,7 @@ def initialized(
         recompute=recompute,
     )
     if init is not None:
-        read_hugging_face_(parallel, init)
+        read_hugging_face_(parallel, init, on_init)
     elif mesh.device.type != "meta":  # there, in a rehearsal, are no values
         initialize_(parallel.weights.masters(), model, seed=seed, std=model_spec.initializer_range)
         parallel.publish_()

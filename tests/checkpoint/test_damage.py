@@ -230,7 +230,10 @@ def test_one_process_reads_the_model(trainer: Trainer, original: Path, tmp_path:
     fill_(trainer, 4)
     told: list[str] = []
     for folder in (original / "step-000004", tmp_path):
-        found = load_checkpoint(folder, told.append)
+        shown: list[tuple[int, int, float]] = []
+        found = load_checkpoint(folder, told.append, lambda *how, to=shown: to.append(how))
+        size = 4 * sum(SIZES.values())
+        assert ([total for _, total, _ in shown], shown[-1][0]) == ([size] * len(SIZES), size)
         assert (found.step, found.tokenizer.name) == (4, "bytes")
         for name, weight in trainer.parallel.named_masters():
             assert torch.equal(found.model.get_parameter(name), weight), name

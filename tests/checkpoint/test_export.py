@@ -70,7 +70,12 @@ def test_in_and_out_again_is_the_same_model(family: str, tmp_path: Path) -> None
     read_hugging_face_(trainer.parallel, tmp_path / "theirs")
     saving = Saving(tmp_path / "checkpoints", {}, about_files(spec, ByteTokenizer()))
     save(trainer.parallel, trainer.update, saving, step=1)
-    export_model(tmp_path, tmp_path / "ours")
+    shown: list[tuple[int, int, float]] = []
+    export_model(tmp_path, tmp_path / "ours", progress=lambda *how: shown.append(how))
+    size = 4 * spec.num_parameters
+    assert {total for _, total, _ in shown} == {size}
+    assert [done for done, _, _ in shown] == sorted({done for done, _, _ in shown})
+    assert shown[-1][0] == size
     ours, theirs = loaded(tmp_path / "ours"), loaded(tmp_path / "theirs")
     assert equal(ours.state_dict(), theirs.state_dict())
     assert torch.equal(logits_of(ours, tokens(2)), logits_of(theirs, tokens(2)))

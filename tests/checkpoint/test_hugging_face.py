@@ -76,7 +76,10 @@ def imported(layout: str, folders: dict[str, Path]) -> dict[str, Imported]:
         ids_BS = tokens(1)
         logits = [parallel.last_logits(row(ids_BS[:, :length])) for length in PREFIXES]
         owned = sum(4 * part.target.numel() for part in parallel.weights.masters())
-        found[family] = weights, logits, read_hugging_face_(parallel, folder) / max(owned, 1)
+        shown: list[tuple[int, int, float]] = []
+        read = read_hugging_face_(parallel, folder, lambda *how, to=shown: to.append(how))
+        assert not owned or shown[-1][:2] == (read, read), "it says how far it is"
+        found[family] = weights, logits, read / max(owned, 1)
     return found
 
 

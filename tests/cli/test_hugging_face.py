@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from fourfold.cli import app
 from fourfold.data import ByteTokenizer
-from fourfold.specs import RunSpec
+from fourfold.specs import ModelSpec, RunSpec
 from tests.checkpoint.hugging_face_models import loaded, logits_of, model_of, tokens
 from tests.cli.test_commands import RUN
 
@@ -37,8 +37,12 @@ def fourfold_(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
-def test_from_transformers_to_transformers(folder: Path) -> None:
+def test_from_transformers_to_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[object, ...]] = []
+    monkeypatch.setattr("fourfold.cli.telling.Telling.wait", lambda _, *how: shown.append(how))
     trained = fourfold_(*ONE_STEP, "--init", "theirs")
+    weight_bytes = 4 * ModelSpec.from_config(folder / "theirs").num_parameters
+    assert ("reading the first weights", weight_bytes, weight_bytes) in [how[:3] for how in shown]
     assert trained.exit_code == 0, trained.stderr
     run = RunSpec.load(folder / "runs" / "run" / "run.toml")
     assert (run.model.init, run.data.tokenizer) == ("theirs", "theirs/tokenizer.json")

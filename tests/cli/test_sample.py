@@ -13,6 +13,7 @@ def test_a_terminal_has_nothing_to_obey(monkeypatch: pytest.MonkeyPatch):
 
     def generate(model: Decoder, prompt_ids: list[int], **settings: object) -> list[int]:
         asked.update(settings, prompt_ids=prompt_ids)
+        assert callable(asked.pop("on_token"))
         return list(b"a\tb\r\n\x1b[2Jc")
 
     monkeypatch.setattr("fourfold.sampling.generate", generate)

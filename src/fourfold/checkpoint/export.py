@@ -1,6 +1,7 @@
 """A checkpoint as a folder that Hugging Face's transformers loads."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from fourfold.checkpoint.files import NAMES, content_of, header_of, write_all, w
 from fourfold.checkpoint.hugging_face import CONFIG, INDEX, WEIGHTS
 from fourfold.checkpoint.manifest import WEIGHT, Damaged, Manifest, read_manifest
 from fourfold.checkpoint.model import of_newest_good, spec_of, tokenizer_of
+from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.reader import Reader, damaged_pieces
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Stripes
@@ -54,6 +56,7 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
     tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
 ) -> Exported:
     """Write the newest good checkpoint of a run, or one checkpoint, as a Hugging Face folder.
 
@@ -66,6 +69,7 @@ def export_model(
         dtype: of the weights in the files.
         shard_bytes: the most that a file of weights holds, unless one weight is larger.
         tell: is given a line on each broken checkpoint that is passed over.
+        progress: hears how many bytes of the checkpoint are read and written.
 
     Raises UserError where there is no good checkpoint, or something else is in ``folder``; RunStopped where
     it cannot be written.
@@ -78,7 +82,7 @@ def export_model(
         with writing(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        return _write(checkpoint, partial, dtype, shard_bytes)
+        return _write(checkpoint, partial, dtype, shard_bytes, progress)
 
     try:
         done = of_newest_good(source, write, tell)
@@ -105,7 +109,9 @@ def _put_in_place(partial: Path, folder: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _write(checkpoint: Path, target: Path, dtype: torch.dtype, shard_bytes: int) -> Exported:
+def _write(
+    checkpoint: Path, target: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress
+) -> Exported:
     """Write all files of the folder. Raises Damaged where the checkpoint is."""
     manifest = read_manifest(checkpoint)
     spec = spec_of(checkpoint, manifest)
@@ -115,7 +121,12 @@ def _write(checkpoint: Path, target: Path, dtype: torch.dtype, shard_bytes: int)
         for number, shard in enumerate(shards, 1)
     }
     total = spec.num_parameters * dtype.itemsize
-    with Reader(checkpoint, manifest) as reader:
+    stored_bytes = sum(
+        math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
+        for tensor in manifest.tensors.values()
+        if tensor.state == WEIGHT
+    )
+    with Reader(checkpoint, manifest, counting(stored_bytes, progress)) as reader:
         for name, shard in names.items():
             with writing(target / name):
                 _write_weights(target / name, shard, reader, manifest, dtype)

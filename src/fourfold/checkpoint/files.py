@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fourfold.checkpoint.digest import MODULUS, digest
-from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece
+from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
 from fourfold.errors import RunStopped
@@ -54,19 +54,26 @@ def write_tensors(
         }
     header = header_of(tensors)
     sums, offset = [0] * len(parts), len(header)
+
+    def check(batch: Sequence[_Chunk]) -> None:
+        for chunk in batch:
+            sums[chunk.part] += _checked(chunk, parts[chunk.part].tensor)
+
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as checking:
         write_all(file.fileno(), header)
+        before = checking.submit(check, [])
         for batch in _batches(parts):
-            # Neither numpy nor the system holds the interpreter: both go on at once.
-            checked = checking.submit(_checked, batch, parts)
+            # Neither numpy nor the system holds the interpreter: both go on at once, at most a batch apart.
+            checked = checking.submit(check, batch)
             write_all(file.fileno(), *(chunk.content.data for chunk in batch))
             count = sum(len(chunk.content) for chunk in batch)
             _hurry(file.fileno(), offset, count)
             offset += count
-            for chunk, added in zip(batch, checked.result(), strict=True):
-                sums[chunk.part] += added
+            before.result()
+            before = checked
             wrote(count)
         os.fsync(file.fileno())
+        before.result()
     pieces, place = [], len(header)
     for part, total in zip(parts, sums, strict=True):
         pieces.append(Piece(part.tensor.name, path.name, place, part.stripes, total % MODULUS))
@@ -135,15 +142,13 @@ def _hurry(descriptor: int, offset: int, count: int) -> None:
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
-def _checked(batch: Sequence[_Chunk], parts: Sequence[Held]) -> list[int]:
-    """Return the digest of each chunk. Raises RunStopped at a weight that is not finite."""
-    for chunk in batch:
-        tensor = parts[chunk.part].tensor
-        if tensor.state == WEIGHT:
-            numbers = chunk.content.view(tensor.dtype)
-            if not np.isfinite([numbers.max(), numbers.min()]).all():  # either is nan where one is
-                raise RunStopped(f"weights are not finite, first in {tensor.name}")
-    return [digest(chunk.content, chunk.first_byte) for chunk in batch]
+def _checked(chunk: _Chunk, tensor: Stored) -> int:
+    """Return the digest of a chunk. Raises RunStopped at a weight that is not finite."""
+    if tensor.state == WEIGHT:
+        numbers = chunk.content.view(tensor.dtype)
+        if not np.isfinite([numbers.max(), numbers.min()]).all():  # either is nan where one is
+            raise RunStopped(f"weights are not finite, first in {tensor.name}")
+    return digest(chunk.content, chunk.first_byte)
 
 
 def problem_of(path: Path, entry: FileEntry) -> str | None:

@@ -57,6 +57,7 @@ class HuggingFaceWeights:
     Attributes:
         located: every parameter of the model, a tied head not again.
         bytes_read: of weights, so far.
+        on_read: is given the number of bytes of each part of a weight that was read.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, tell: Callable[[str], None] = lambda _: None):
@@ -68,6 +69,7 @@ class HuggingFaceWeights:
             raise UserError(*problems[:MOST_PROBLEMS])
         self.located = found
         self.bytes_read = 0
+        self.on_read: Callable[[int], None] = lambda _: None
         self._files = OpenFiles()
 
     def __enter__(self) -> Self:
@@ -90,6 +92,12 @@ class HuggingFaceWeights:
             part.copy_(self._run(weight, first + start, len(part)))
             if not part.isfinite().all():
                 raise UserError(f"{weight.file}: {name} has values that are not finite in {target.dtype}")
+            self.on_read(len(part) * itemsize)
+
+    def size_bytes(self, name: str) -> int:
+        """How long a weight is in its file."""
+        weight = self.located[name]
+        return torch.Size(weight.shape).numel() * weight.dtype.itemsize
 
     def check_head(self) -> None:
         """Raise UserError where a tied model's file has a head that is not the embedding."""

@@ -5,23 +5,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fourfold.checkpoint.hugging_face import MOST_PROBLEMS, HuggingFaceWeights
+from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.ranks import messages_of_all
 from fourfold.errors import UserError
 from fourfold.parallel_model import ParallelModel
 from fourfold.specs import ModelSpec
 
 
-def read_hugging_face_(parallel: ParallelModel, folder: Path) -> int:
+def read_hugging_face_(parallel: ParallelModel, folder: Path, progress: Progress = lambda *_: None) -> int:
     """Set the master weights that this rank owns, and return how many bytes it read. All ranks call it.
 
-    Each reads its own slices alone. Raises UserError on all ranks with what is wrong on any of them; the
-    weights are of no use then.
+    Each reads its own slices alone; ``progress`` hears how far this one is. Raises UserError on all ranks
+    with what is wrong on any of them; the weights are of no use then.
     """
     problems: list[str] = []
     read = 0
     try:
         with HuggingFaceWeights(folder, parallel.model.spec) as weights:
-            for part in parallel.weights.masters():
+            parts = list(parallel.weights.masters())
+            sizes = [len(part.target) * weights.located[part.name].dtype.itemsize for part in parts]
+            weights.on_read = counting(sum(sizes), progress)
+            for part in parts:
                 weights.read_(part.name, part.first, part.target)
             read = weights.bytes_read
             if parallel.mesh.rank == 0:

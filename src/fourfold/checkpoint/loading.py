@@ -1,13 +1,13 @@
 """Loading: every rank reads what it owns, on whatever layout, and all of it is checked before it is used."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.folders import folder_of, newest_good, set_aside_, steps_there
 from fourfold.checkpoint.manifest import Damaged, Manifest, read_manifest
+from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
 from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there, unlike
 from fourfold.checkpoint.state import held, owners_of
@@ -15,9 +15,6 @@ from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.optimizer import Update
 from fourfold.parallel_model import ParallelModel
-
-Progress = Callable[[int, int, float], None]
-"""Is given bytes done, bytes in all, and the seconds so far."""
 
 
 def load_newest_(
@@ -66,7 +63,7 @@ def load_(
     Raises Damaged or UserError on all ranks alike. Weights and moments are untouched after it, but for a
     checksum of bytes that differs: then they are of no use.
     """
-    mesh, began = parallel.mesh, time.perf_counter()
+    mesh = parallel.mesh
     manifest = _agreed_manifest(folder, mesh)
     differences = differing(manifest.run, run)
     if differences:
@@ -81,15 +78,9 @@ def load_(
     problems += problems_there(folder, manifest, share=mesh.rank, shares=mesh.world_size)
     if found := messages_of_all(problems, mesh):
         raise Damaged(*found)
-    total, done = sum(part.values.numel() * part.values.itemsize for part in parts), 0
-
-    def on_read(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total, time.perf_counter() - began)
-
+    total = sum(part.values.numel() * part.values.itemsize for part in parts)
     problems = []
-    with Reader(folder, manifest, on_read) as reader:
+    with Reader(folder, manifest, counting(total, progress)) as reader:
         try:
             for part in parts:
                 reader.read(part)

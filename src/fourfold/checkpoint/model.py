@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fourfold.checkpoint.folders import CHECKPOINTS, newest_good, steps_there
 from fourfold.checkpoint.hugging_face import CONFIG, HuggingFaceWeights
 from fourfold.checkpoint.manifest import MANIFEST, WEIGHT, Damaged, Manifest, read_manifest
+from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Stripes
@@ -43,20 +45,22 @@ def about_files(spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, bytes]:
     return files | tokenizer.files() if isinstance(tokenizer, FileTokenizer) else files
 
 
-def load_checkpoint(folder: Path, tell: Callable[[str], None] = lambda _: None) -> Checkpoint:
+def load_checkpoint(
+    folder: Path, tell: Callable[[str], None] = lambda _: None, progress: Progress = lambda *_: None
+) -> Checkpoint:
     """Return the model of a run's newest good checkpoint, of one checkpoint, or of a Hugging Face folder.
 
-    ``tell`` is given a line on each broken checkpoint that is passed over. Raises UserError with everything
-    that is missing, damaged or does not fit together.
+    ``tell`` is given a line on each broken checkpoint that is passed over, ``progress`` hears how far the
+    reading is. Raises UserError with everything that is missing, damaged or does not fit together.
     """
     if any((folder / name).exists() for name in (MANIFEST, RUN_FILE)) or steps_there(folder / CHECKPOINTS):
-        return of_newest_good(folder, _load, tell)
+        return of_newest_good(folder, partial(_load, progress=progress), tell)
     if not (folder / CONFIG).exists():
         raise UserError(
             f"{folder} is neither the folder of a run, nor a checkpoint, nor a Hugging Face folder with a "
             f"{CONFIG}"
         )
-    return _load_hugging_face(folder, tell)
+    return _load_hugging_face(folder, tell, progress)
 
 
 def of_newest_good(
@@ -109,28 +113,31 @@ def tokenizer_of(folder: Path, manifest: Manifest) -> Tokenizer:
     return load_tokenizer(folder / TOKENIZER) if TOKENIZER in manifest.files else ByteTokenizer()
 
 
-def _load(folder: Path) -> Checkpoint:
+def _load(folder: Path, progress: Progress) -> Checkpoint:
     """Read the weights of a checkpoint. Raises Damaged."""
     manifest = read_manifest(folder)
     spec = spec_of(folder, manifest)
-    weights = {}
-    with Reader(folder, manifest) as reader:
-        for name in spec.parameter_shapes():
+    weights = {
+        name: torch.empty(manifest.tensors[name].shape, dtype=getattr(torch, manifest.tensors[name].dtype))
+        for name in spec.parameter_shapes()
+    }
+    total = sum(values.nbytes for values in weights.values())
+    with Reader(folder, manifest, counting(total, progress)) as reader:
+        for name, values in weights.items():
             tensor = manifest.tensors[name]
-            values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             reader.read(Held(tensor, (Stripes(0, values.numel()),), values.view(-1), owners=1))
-            weights[name] = values
     problems = damaged_pieces(folder, manifest, reader.sums, dict.fromkeys(weights, 1), states=[WEIGHT])
     if problems:
         raise Damaged(*problems)
     return Checkpoint(_decoder(spec, weights), tokenizer_of(folder, manifest), manifest.step)
 
 
-def _load_hugging_face(folder: Path, tell: Callable[[str], None]) -> Checkpoint:
+def _load_hugging_face(folder: Path, tell: Callable[[str], None], progress: Progress) -> Checkpoint:
     spec = ModelSpec.from_config(folder)
     weights = {}
     with HuggingFaceWeights(folder, spec, tell) as files:
         files.check_head()
+        files.on_read = counting(sum(map(files.size_bytes, spec.parameter_shapes())), progress)
         for name, shape in spec.parameter_shapes().items():
             weights[name] = torch.empty(shape)
             files.read_(name, 0, weights[name].view(-1))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.checkpoint.folders import begin_, folder_of, part_of
-from fourfold.checkpoint.loading import Progress
+from fourfold.checkpoint.progress import Progress
 from fourfold.checkpoint.ranks import messages_of_all
 from fourfold.checkpoint.state import Held, held
 from fourfold.checkpoint.writing import Saving, Written, finish, write_own

@@ -1,6 +1,7 @@
 """``fourfold export``: a trained model as a folder that Hugging Face's transformers loads."""
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,17 +29,20 @@ def export(
     import torch
 
     from fourfold.checkpoint import export_model
+    from fourfold.cli.waiting import waiting
     from fourfold.errors import UserError
 
     if not run_folder.is_dir():
         raise UserError(f"{run_folder} is no folder: give that of a run, or of one of its checkpoints")
     target = folder if folder is not None else run_folder / "model"
-    done = export_model(
-        run_folder,
-        target,
-        dtype=getattr(torch, dtype.value),
-        tell=lambda line: typer.echo(line, err=True),
-    )
+    with waiting() as wait:
+        done = export_model(
+            run_folder,
+            target,
+            dtype=getattr(torch, dtype.value),
+            tell=lambda line: typer.echo(line, err=True),
+            progress=partial(wait.bytes, "exporting"),
+        )
     files = "1 file" if done.files == 1 else f"{done.files} files"
     typer.echo(
         f"{target}: the model after step {done.step}, from {done.checkpoint}; "

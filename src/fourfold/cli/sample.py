@@ -1,6 +1,7 @@
 """``fourfold sample``: text from a trained model."""
 
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,20 +27,27 @@ def sample(
 ) -> None:
     """Generate text with the model of a finished run. What is not given is as in its run file."""
     from fourfold.checkpoint import load_checkpoint
+    from fourfold.cli.waiting import waiting
     from fourfold.errors import UserError
     from fourfold.run_folder import RUN_FILE
     from fourfold.specs import RunSpec, SampleSection
 
     if not run_folder.is_dir():
         raise UserError(f"run folder {run_folder} does not exist: give the folder of a finished run")
-    checkpoint = load_checkpoint(run_folder, tell=lambda line: typer.echo(line, err=True))
+    with waiting() as wait:
+        checkpoint = load_checkpoint(
+            run_folder, lambda line: typer.echo(line, err=True), partial(wait.bytes, "loading")
+        )
     run_file = run_folder / RUN_FILE
     settings = RunSpec.load(run_file).sample if run_file.exists() else SampleSection()
     asked = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k}
     settings = SampleSection.model_validate(
         {**settings.model_dump(), **{name: value for name, value in asked.items() if value is not None}}
     )
-    typer.echo(sample_text(checkpoint.model, checkpoint.tokenizer, settings, seed=seed))
+    with waiting() as wait:
+        on_token = partial(wait.tokens, "generating")
+        text = sample_text(checkpoint.model, checkpoint.tokenizer, settings, seed=seed, on_token=on_token)
+    typer.echo(text)
 
 
 def sample_text(
@@ -49,11 +57,13 @@ def sample_text(
     *,
     seed: int,
     last_logits: "Callable[[Microbatch], Tensor] | None" = None,
+    on_token: "Callable[[int, int, float], None]" = lambda *_: None,
 ) -> str:
     """Return the prompt with what the model writes after it.
 
     Without a prompt the text follows the end of another, as documents do in training. Control characters,
-    which a terminal would obey, are shown as U+FFFD. ``last_logits`` is as in `fourfold.sampling.generate`.
+    which a terminal would obey, are shown as U+FFFD. ``last_logits`` and ``on_token`` are as in
+    `fourfold.sampling.generate`.
     """
     from fourfold.sampling import generate
 
@@ -67,6 +77,7 @@ def sample_text(
         seed=seed,
         stop=tokenizer.end_of_text,
         last_logits=last_logits,
+        on_token=on_token,
     )
     text = tokenizer.decode([*prompt_ids, *generated])
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

@@ -97,6 +97,7 @@ def train_on_rank(
                     train_data=train_data,
                     eval_data=eval_data,
                     on_report=told.report,
+                    on_init=partial(told.wait, "reading the first weights"),
                     on_start=partial(told.started, data=train_data),
                     resume=go_on,
                     on_step=on_step,
