@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from benchmarks.contestants import Plain
 from benchmarks.context_attention import ALONE, APART, LAYOUTS, OneRow, balances
 from benchmarks.context_contestants import CutTokens, columns, left_out
+from benchmarks.gauge_overhead import times, without_gauges
 from benchmarks.workloads import MODEL, Workload
 
+from fourfold import training
+from fourfold.collectives.recorder import note
+from fourfold.mesh import Axis
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +42,17 @@ def test_data_parallel_prints_its_rows() -> None:
     # What crossed the loopback device is what the formula says, headers and the barrier aside.
     assert row["formula_bytes"] == 4 * MODEL.num_parameters + 16
     assert row["formula_bytes"] <= row["ours_bytes"] < 1.01 * row["formula_bytes"]
+
+
+def test_steps_with_and_without_gauges() -> None:
+    """Each round one of both; without them nothing is recorded, and afterwards it is again."""
+    assert [len(pair) for pair in times("tiny", "dp1", 2)] == [4, 4]
+    before = training.record
+    with without_gauges(), training.record() as events:
+        assert training.record is not before
+        note("all_reduce", Axis("dp", 2, 0, (0, 1), None), 4, torch.float32)
+    assert events == []
+    assert training.record is before
 
 
 SMALL = Workload("small", sequence_length=16, batch=2, rounds=1)

@@ -102,7 +102,7 @@ def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict
 def test_a_rehearsal_is_what_is_predicted(
     model: str, layout: str, rank: int, batch: int, recompute: str
 ) -> None:
-    """The same from the running code as from the formulas, of ranks that are not here; large ones to 0.1 %."""
+    """The same from the running code as from the formulas, of ranks that are not here; large ones: 0.1 %."""
     spec, close = ModelSpec.preset(model), 0.05
     if model == "llama3-405b":
         spec, close = spec.replace({"num_hidden_layers": 8}), 0.001
