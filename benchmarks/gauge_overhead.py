@@ -131,7 +131,8 @@ def times(workload: str, layout: str, rounds: int) -> list[tuple[float, ...]]:
     )
     mesh = Mesh(run.layout)
     data = SyntheticDataset(spec.vocab_size, LENGTH, seed=0)
-    trainer, gauges, found = Trainer(run, spec, mesh, data=data), Gauges(), []
+    trainer, gauges = Trainer(run, spec, mesh, data=data), Gauges()
+    found: list[tuple[float, ...]] = []
     with TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, ExitStack() as stack:
         reporter = None
         if mesh.rank == 0:
