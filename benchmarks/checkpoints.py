@@ -2,16 +2,18 @@
 
 python benchmarks/checkpoints.py [--json] [--megabytes 200] [--rounds 8] [--folder FOLDER]
 
-One process, weights and both moments of AdamW in float32. In every round each contestant has one turn, and
-its ratio is to the raw bytes of the same round: one file written in chunks of 16 MiB and brought onto the
-disk, or read. Before each turn all files leave the system's memory. The peer is torch.distributed.checkpoint
-with its defaults, on the same tensors. *pause* is how long training stands still for an asynchronous save;
-*steps* are steps of training while a snapshot is written, as a multiple of steps while none is.
+One process, weights and both moments of AdamW in float32. In every round each contestant has one turn, in an
+order drawn anew, and its ratio is to the raw bytes of the same round: one file written in chunks of 16 MiB
+and brought onto the disk, in place of the one before, or read. Before each turn all files leave the system's
+memory. The peer is torch.distributed.checkpoint with its defaults, on the same tensors. *pause* is how long
+training stands still for an asynchronous save; *steps* are steps of training while a snapshot is written, as
+a multiple of steps while none is.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -120,11 +122,15 @@ class Bench:
         flight = self.saver._flight
         assert flight is not None
         while not flight.is_told:
-            began = time.perf_counter()
-            self.trainer.step(self.step)
-            self.during.append(time.perf_counter() - began)
+            self.during.append(self.one_step())
             self.saver.after_step()
         self.saver.finish()
+
+    def one_step(self) -> float:
+        """Train one step, and return how many seconds it took."""
+        began = time.perf_counter()
+        self.trainer.step(self.step)
+        return time.perf_counter() - began
 
     def load(self) -> None:
         """Load, with all checks."""
@@ -177,17 +183,18 @@ def measured(bench: Bench, rounds: int) -> list[Row]:
     }
     bench.save_behind()  # makes the copies in host memory
     bench.during.clear()
+    bench.raw_write()  # for the first that read
+    bench.peer_save()
+    draw = random.Random(0)
     for _ in range(rounds):
-        for name, (_, act) in turns.items():
+        for name in draw.sample(list(turns), len(turns)):
             forget(bench.folder)
             began = time.perf_counter()
-            act()
+            turns[name][1]()
             seconds[name].append(time.perf_counter() - began)
         seconds["pause"].append(bench.pauses["ours"])
         seconds["torch pause"].append(bench.pauses["peer"])
-        began = time.perf_counter()
-        bench.trainer.step(bench.step)
-        seconds["a step"].append(time.perf_counter() - began)
+        seconds["a step"].append(statistics.median(bench.one_step() for _ in range(3)))
         seconds["steps"].append(statistics.median(bench.during))
         bench.during.clear()
     beside = {name: other for name, (other, _) in turns.items()}

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import fourfold.checkpoint.saving as saving_module
 from fourfold.checkpoint import Saver, Saving, load_newest_, save
 from fourfold.cli.checkpoints import Checkpoints
+from fourfold.collectives import CollectiveMismatch, agreement
 from fourfold.errors import RunStopped
 from fourfold.training import Trainer
 from tests.checkpoint.trainers import SIZES, differing, fill_, run_spec, trainer_of
@@ -182,6 +184,24 @@ def test_a_full_disk_on_one_rank_is_heard_of_and_loses_nothing(ranks: RankPool, 
     assert names == [["step-000008"], ["step-000008"], ["step-000008", "step-000010"]]
     assert told[1] == expected[9]
     assert (len(told), silent) == (3, [])
+
+
+def saved_by_one(folder: str) -> tuple[str, list[str]]:
+    """Rank 0 alone saves, as under ``if rank == 0``; rank 1 goes on to the next step."""
+    trainer = trainer_of(run_spec("dp2"))
+    saving = Saving(Path(folder), {}, {})
+    acts = (partial(save, trainer.parallel, trainer.update, saving, step=1), partial(trainer.step, 0))
+    with agreement(), pytest.raises(CollectiveMismatch) as caught:
+        acts[trainer.parallel.mesh.rank]()
+    return str(caught.value), names_in(Path(folder))
+
+
+def test_a_save_that_not_all_ranks_call_is_named_at_once(ranks: RankPool, tmp_path: Path):
+    """CK-03, seen in huggingface/transformers#48569: it would hang until a timeout."""
+    for message, names in ranks(2, saved_by_one, str(tmp_path), limit_seconds=20):
+        assert "ranks disagree on axis dp" in message
+        assert "rank 0: all_gather" in message, message
+        assert "step-000001" not in names
 
 
 @pytest.mark.parametrize("broken", ["weights", "folder", "thread", "memory"])
