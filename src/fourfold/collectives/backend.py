@@ -259,8 +259,11 @@ def _present(works: Sequence[Work | None]) -> list[Work]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a packed tensor as bytes: what is only moved needs no type, and gloo knows few of them."""
-    return tensor.view(-1).view(torch.uint8)
+    """View a packed tensor as bytes: what is only moved needs no type, and gloo knows few of them.
+
+    One element is packed whatever its stride says, and only a stride of 1 can be viewed so.
+    """
+    return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _combine_(pieces: Sequence[Tensor], op: str, *, out: Tensor) -> None:
