@@ -63,7 +63,7 @@ def test_what_is_in_flight_and_what_it_costs(largest: Explanation) -> None:
 def test_recomputation_takes_memory_down_and_flops_up(largest: Explanation) -> None:
     again = explain(published(recompute="full"))
     for kept, dropped in zip(largest.memory, again.memory, strict=True):
-        assert dropped.most[Category.ACTIVATIONS] < 0.2 * kept.most[Category.ACTIVATIONS]
+        assert dropped.most[Category.ACTIVATIONS] < 0.22 * kept.most[Category.ACTIVATIONS]
     assert again.model_flops == largest.model_flops
     assert 1.3 < again.executed_flops / largest.executed_flops < 1.34
 

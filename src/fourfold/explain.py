@@ -279,10 +279,7 @@ def summed_up(events: Sequence[Event], step: Step) -> list[Traffic]:
     sent: dict[tuple[str, str], float] = {}
     for event, times in Counter(events).items():
         key = event.op, event.axis
-        size = step.layout.size(*event.axis.split(","))
-        if key == ("all_to_all", "cp"):  # Ulysses': of the cp axis only its own ranks take part
-            size = step.sizes.ulysses
-        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, size)
+        sent[key] = sent.get(key, 0.0) + times * sent_bytes(event, step.taking_part(event))
     found = [Traffic(*key, *totals, sent[key]) for key, totals in counted(events).items()]
     return sorted(found, key=lambda row: (-row.message_bytes, row.op, row.axis))
 

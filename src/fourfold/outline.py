@@ -25,6 +25,7 @@ from fourfold.program.check import check
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
+from fourfold.traffic import Event
 
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element, by the dtypes that computation can run in."""
@@ -98,6 +99,12 @@ class Step:
     def rows(self) -> int:
         """Sequences of a microbatch on a rank."""
         return self.batch // (self.microbatches * self.layout.size("dp", "fsdp"))
+
+    def taking_part(self, event: Event) -> int:
+        """How many ranks a message of the step is of: of the cp axis, the exchange of Ulysses has its own."""
+        if (event.op, event.axis) == ("all_to_all", "cp"):
+            return self.sizes.ulysses
+        return self.layout.size(*event.axis.split(","))
 
     @property
     def itemsize(self) -> int:

@@ -6,12 +6,13 @@ import pytest
 
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
-from fourfold.planner.compute import Practice
+from fourfold.planner.compute import Practice, collective
 from fourfold.planner.machine import Machine
 from fourfold.planner.step_time import StepTime, StepTimes, step_time, waits
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 from fourfold.step_flops import StepWork
+from fourfold.traffic import Event
 
 SPEC = ModelSpec.preset("llama3-8b")
 H100 = machine("H100-80GB")
@@ -111,3 +112,10 @@ def test_the_closed_form_is_near_the_clock(layout: str) -> None:
     for microbatches in (8, 32):
         one = step(layout, microbatches)
         assert times.quick(one).total == pytest.approx(times.exact([one])[0].total, rel=0.03)
+
+
+def test_the_exchange_of_ulysses_is_of_its_own_ranks_alone() -> None:
+    exchange = Event("all_to_all", "cp", 1 << 24, "bfloat16")
+    of_two, of_four = (H100.collective_seconds(exchange, ranks, stride=1) for ranks in (2, 4))
+    assert collective(exchange, step("cp4:ulysses2,dp8"), H100) == of_two < of_four
+    assert collective(exchange, step("cp4:ulysses,dp8"), H100) == of_four

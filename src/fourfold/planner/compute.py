@@ -160,10 +160,10 @@ def stride_of(layout: Layout, axis: str) -> int:
     return layout.size(*AXES[fastest + 1 :])
 
 
-def collective(event: Event, layout: Layout, machine: Machine) -> float:
-    """Seconds of a collective of a layout."""
+def collective(event: Event, step: Step, machine: Machine) -> float:
+    """Seconds of a collective of a step."""
     return machine.collective_seconds(
-        event, layout.size(*event.axis.split(",")), stride=stride_of(layout, event.axis)
+        event, step.taking_part(event), stride=stride_of(step.layout, event.axis)
     )
 
 
@@ -218,16 +218,16 @@ class _Blocks:
 
     def _part(self, block: str, compute: float, *, events: list[Event], hidden: float, times: int) -> Part:
         """A part of a block: what its kernels take, and what it waits for messages and for the host."""
-        layout, machine = self._step.layout, self._machine
-        tp = sum(collective(event, layout, machine) for event in events if event.axis == "tp")
+        step, machine = self._step, self._machine
+        tp = sum(collective(event, step, machine) for event in events if event.axis == "tp")
         tp *= 1 - self._practice.tp_hidden
         exchanged = sum(
-            collective(event, layout, machine)
+            collective(event, step, machine)
             for event in events
             if event.axis == "cp" and event.op == "all_to_all"
         )
         # What is received arrives while as much is sent.
-        ring = sum(collective(event, layout, machine) for event in events if event.op == "send")
+        ring = sum(collective(event, step, machine) for event in events if event.op == "send")
         cp = exchanged + max(0.0, ring - hidden)
         started = FORWARD_KERNELS[block] * times * self._kernels + len(events)
         launch = max(0.0, started * machine.launch_seconds - compute - tp - cp)

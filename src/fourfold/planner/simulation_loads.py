@@ -114,22 +114,22 @@ class Loads:
         return (*sending, Phase(COMPUTING, seconds * slower, 1.0))
 
     def _phase(self, event: Event) -> Phase:
-        layout = self._outline.step.layout
+        step = self._outline.step
         slower = max(self._knobs.links.get(axis, 1.0) for axis in event.axis.split(","))
-        return Phase(event.axis, collective(event, layout, self._machine) * slower, self._busy([event]))
+        return Phase(event.axis, collective(event, step, self._machine) * slower, self._busy([event]))
 
     def _busy(self, events: Sequence[Event], axis: str | None = None) -> float:
         """The share of a core that a rank needs while it sends these, one after another."""
         if not self._busy_shares:
             return 0.0
-        layout = self._outline.step.layout
+        step = self._outline.step
         seconds = cores = 0.0
         for event in events:
             if axis is not None and event.axis != axis:
                 continue
-            ranks = layout.size(*event.axis.split(","))
+            ranks = step.taking_part(event)
             rows = self._busy_shares.get((event.op, ranks), [(1, 0.0)])
-            took = collective(event, layout, self._machine)
+            took = collective(event, step, self._machine)
             seconds += took
             cores += took * min(rows, key=lambda row: abs(log(row[0] / max(event.bytes, 1))))[1]
         return cores / seconds if seconds else 0.0

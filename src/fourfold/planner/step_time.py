@@ -191,7 +191,7 @@ class StepTimes:
         stages = stages_of(step.spec, step.sequence_length, sum(map(len, of_ranks)))
         times = self.blocks(step)
         message = Event("send", "pp", step.sizes.stream, step.dtype)
-        send = 0.0 if layout.pp == 1 else collective(message, layout, self.machine)
+        send = 0.0 if layout.pp == 1 else collective(message, step, self.machine)
         loads = set(loads_of(stages, of_ranks))
         most = max(load.layers for load in loads)
         return Laid(step, times, self.data(step, times, most), stages, loads, send)
@@ -204,18 +204,16 @@ class StepTimes:
         keep = Sharding.of(layout, step.sharding).keep
 
         def gather(count: int) -> float:
-            return self._sum(layout, "all_gather", layout.shard_axes, count * step.itemsize)
+            return self._sum(step, "all_gather", layout.shard_axes, count * step.itemsize)
 
         def reduce(count: int) -> float:
             return self._sum(
-                layout, "reduce_scatter", layout.shard_axes, count * self.practice.reduced_itemsize
+                step, "reduce_scatter", layout.shard_axes, count * self.practice.reduced_itemsize
             )
 
         def all_reduce(count: int) -> float:
             piece = count // owners if placement.optimizer else count
-            return self._sum(
-                layout, "all_reduce", layout.replica_axes, piece * self.practice.reduced_itemsize
-            )
+            return self._sum(step, "all_reduce", layout.replica_axes, piece * self.practice.reduced_itemsize)
 
         layer, forward = numel["layer"], times.layer.forward.total
         back = times.layer.backward.total + (0 if step.recompute.is_none else times.layer.again.total)
@@ -240,13 +238,13 @@ class StepTimes:
             ends += all_reduce(numel["embed"] or layer)
         own = layer * layers + max(numel["embed"], numel["head"])
         own = own // owners if placement.optimizer else own
-        norm = self._sum(layout, "all_reduce", ("pp", *layout.shard_axes, "tp"), SCALAR_BYTES)
+        norm = self._sum(step, "all_reduce", ("pp", *layout.shard_axes, "tp"), SCALAR_BYTES)
         optimizer = machine.memory_seconds(own * OPTIMIZER_BYTES) + norm
         return DataTime(of_forward, of_backward, once, ends, optimizer)
 
-    def _sum(self, layout: Layout, op: str, axes: Sequence[str], nbytes: int) -> float:
-        axis = layout.axis_name(*axes)
-        return collective(Event(op, axis, nbytes, SCALAR_DTYPE), layout, self.machine)
+    def _sum(self, step: Step, op: str, axes: Sequence[str], nbytes: int) -> float:
+        axis = step.layout.axis_name(*axes)
+        return collective(Event(op, axis, nbytes, SCALAR_DTYPE), step, self.machine)
 
     def exact(self, steps: Sequence[Step]) -> list[StepTime]:
         """Predict steps, each with its schedule on the clock; those of one schedule go together."""
