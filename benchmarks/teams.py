@@ -21,6 +21,8 @@ import torch.multiprocessing as mp
 
 from benchmarks.contestants import Contestant
 from benchmarks.workloads import Workload
+from fourfold.models import Decoder, Microbatch
+from fourfold.specs import ModelSpec
 
 Build = Callable[[int, int], Contestant]
 """From rank and number of ranks to a contestant."""
@@ -33,7 +35,7 @@ class Score:
     Attributes:
         step_seconds: each step's time, of its slowest rank.
         bytes: sent per rank and step, read off the loopback device.
-        peak_bytes: the most memory of a rank, above what it had after its imports.
+        peak_bytes: the most memory of a rank, above what it had after its imports and a step of a tiny model.
         losses: of each step, mean over the tokens of the global batch.
     """
 
@@ -132,6 +134,7 @@ def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
         )
+    _warm_up()
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     contestant = build(rank, ranks)
     pipe.send(None)
@@ -144,6 +147,17 @@ def _rank_main(pipe: Connection, build: Build, rank: int, ranks: int, port: int)
     pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
     pipe.close()
     os._exit(0)  # gloo may abort while the interpreter winds down
+
+
+def _warm_up() -> None:
+    """Train a tiny model for a step: the code of kernels is read from disk at its first use, and is no memory
+    of a contestant's.
+    """
+    model = Decoder(ModelSpec.preset("tiny"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    rows = torch.zeros(1, 16, dtype=torch.long)
+    model.loss_sum(Microbatch(rows, rows, rows, ((16,),))).backward()
+    optimizer.step()
 
 
 def _loopback_bytes() -> int:
