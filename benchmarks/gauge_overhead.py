@@ -55,7 +55,8 @@ class Row:
         rounds: pairs of a step with and one without gauges.
         milliseconds: of a step without gauges, by the clock.
         ratio: of the time with gauges to that without, with its quartiles.
-        cpu_percent: the processor time of the thread that trains: what gauges add, of a step's time.
+        cpu_percent: what gauges add to the processor time of the thread that trains, median of the rounds,
+            of a step's time.
     """
 
     workload: str
@@ -178,7 +179,7 @@ def measured(workload: str, layout: str, rounds: int) -> Row:
     plain, cpu, gauged, gauged_cpu = (list(column) for column in zip(*found, strict=True))
     low, middle, high = statistics.quantiles([g / p for g, p in zip(gauged, plain, strict=True)], n=4)
     step = statistics.median(plain)
-    extra = statistics.median(gauged_cpu) - statistics.median(cpu)
+    extra = statistics.median(g - p for g, p in zip(gauged_cpu, cpu, strict=True))
     return Row(workload, layout, rounds, step * 1e3, middle, low, high, extra / step * 100)
 
 
