@@ -1,9 +1,12 @@
 """Attention over ranks equals attention on one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from fourfold.errors import UserError
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.models.attention import attention
@@ -180,3 +183,52 @@ def test_tokens_come_back_in_their_order() -> None:
         assert torch.equal(part.position_ids_BS, part.input_ids_BS + 200)
     lengths = torch.cat([part.token_lengths[1] for part in parts])
     assert sorted(lengths.tolist()) == [3] * 3 + [13] * 13
+
+
+def refusal(ulysses: int, shape: tuple[int, int, int, int], causal: bool, arguments: dict[str, Any]) -> str:
+    """What a rank is told for queries of this many rows, tokens, heads and key/value heads."""
+    rows, tokens, heads, kv_heads = shape
+    ring, near = Mesh(Layout(cp=2)).split("cp", ulysses)
+    attend = ContextAttention(ring=ring, ulysses=near, causal=causal)
+    q, k = torch.zeros(rows, tokens, heads, 4), torch.zeros(rows, tokens, kv_heads, 4)
+    with pytest.raises(UserError) as caught:
+        attend(q, k, k, **({"documents": ((16,),) * rows, "window": None, "scale": 1.0} | arguments))
+    return str(caught.value)
+
+
+FITS = (1, 8, 4, 2)
+REFUSED: dict[str, tuple[int, tuple[int, int, int, int], bool, dict[str, Any], str]] = {
+    "whole rows": (1, (1, 16, 4, 2), True, {}, "queries of 16 tokens of a row, of whose 16 this rank has 8"),
+    "documents of a part": (1, FITS, True, {"documents": ((8,),)}, "of whose 8 this rank has 4"),
+    "rows of other lengths": (
+        1, (2, 8, 4, 2), True, {"documents": ((16,), (9, 8))}, "rows sum to 16 or 17 tokens",
+    ),
+    "an empty document": (1, FITS, True, {"documents": ((0, 16),)}, "documents of row 0 are (0, 16)"),
+    "a row without documents": (1, FITS, True, {"documents": ((),)}, "documents of row 0 are ()"),
+    "other rows": (1, FITS, True, {"documents": ((16,),) * 3}, "of 3 rows, and the queries of 1"),
+    "a window of nothing": (1, FITS, True, {"window": 0}, "window=0 (Sequence axis): a token sees itself"),
+    "a window ahead": (1, FITS, True, {"window": -1}, "window=-1 (Sequence axis): a token sees itself"),
+    "a window both ways": (1, FITS, False, {"window": 4}, "window=4 without causal order"),
+    "heads that are not shared equally": (1, (1, 8, 4, 3), True, {}, "use 1, 2 or 4"),
+    "heads that cannot be dealt": (
+        2, (1, 8, 3, 3), True, {},
+        "ulysses=2 does not divide the 3 query heads of a rank, and neither divides the 3 key/value heads of "
+        "a rank nor is a multiple (Sequence axis): use 1 of the 2 ranks, as in mesh.split('cp', 1)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "shape", "causal", "arguments", "message"), REFUSED.values(), ids=REFUSED
+)
+def test_arguments_that_would_give_wrong_numbers_are_refused(
+    ranks: RankPool,
+    ulysses: int,
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    arguments: dict[str, Any],
+    message: str,
+) -> None:
+    # CP-17
+    for found in ranks(2, refusal, ulysses, shape, causal, arguments):
+        assert message in found

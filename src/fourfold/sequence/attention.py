@@ -7,10 +7,13 @@ Ulysses' ranks exchanges tokens for heads, and a ring goes through the ranks wit
 from torch import Tensor
 
 from fourfold.collectives import barrier
+from fourfold.errors import UserError, choices
 from fourfold.mesh import Axis
 from fourfold.sequence.ops import Place, context_attention
 from fourfold.sequence.partition import partition_of
 from fourfold.sequence.rows import Documents
+from fourfold.specs.layout import ulysses_problems
+from fourfold.specs.spec import divisors
 
 
 class ContextAttention:
@@ -47,8 +50,70 @@ class ContextAttention:
     ) -> Tensor:
         """Return the attention of this rank's queries, (B, S, H, D).
 
-        ``documents`` are those of the whole rows, each of which sums to the whole length.
+        ``documents`` are those of the whole rows, each of which sums to the whole length. Raises UserError
+        with every rule that the arguments break.
         """
+        # Cheap, since each layer comes here; and free of caches, which torch.compile would complain of.
+        problems = [*self._token_problems(q_BSHD, k_BSKD, v_BSKD, documents)]
+        problems += self._head_problems(q_BSHD.shape[2], k_BSKD.shape[2])
+        problems += _window_problems(window, self.place.causal)
+        if problems:
+            raise UserError(*problems)
         lengths = [length for row in documents for length in row]
         out_BSHD, *_ = context_attention(q_BSHD, k_BSKD, v_BSKD, self.place.number, lengths, window, scale)
         return out_BSHD
+
+    def _token_problems(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> list[str]:
+        """Whether each row has documents, equally many tokens of them, and this rank its own of these."""
+        rows = q.shape[0]
+        if len(documents) != rows:
+            return [
+                f"documents are of {len(documents)} rows, and the queries of {rows} (Sequence axis): give "
+                "the lengths of the documents of each row"
+            ]
+        empty = [row for row, lengths in enumerate(documents) if not lengths or min(lengths) < 1]
+        if empty:
+            return [
+                f"documents of row {empty[0]} are {tuple(documents[empty[0]])} (Sequence axis): a row has at "
+                "least one document, and a document at least one token; leave empty ones out"
+            ]
+        lengths = [sum(row) for row in documents]
+        if min(lengths) != max(lengths):
+            return [
+                f"documents of the rows sum to {choices(sorted(set(lengths)))} tokens (Sequence axis): rows "
+                "are equally long; give what fills a row up as a document of its own"
+            ]
+        own = self.place.tokens(documents)[self.place.ulysses.rank]
+        given = {"queries": q.shape[1], "keys": k.shape[1], "values": v.shape[1]}
+        return [
+            f"{name} of {tokens} tokens of a row, of whose {lengths[0]} this rank has {own} "
+            "(Sequence axis): give those where columns(documents) says, and the documents of whole rows"
+            for name, tokens in given.items()
+            if tokens != own
+        ]
+
+    def _head_problems(self, heads: int, kv_heads: int) -> list[str]:
+        """Whether query heads share key/value heads equally, and the ranks of Ulysses can deal both."""
+        if heads % kv_heads:
+            return [
+                f"{kv_heads} key/value heads do not divide the {heads} query heads (Sequence axis): "
+                f"use {choices(divisors(heads))}"
+            ]
+        size = self.place.ulysses.size
+        broken = ulysses_problems(heads, kv_heads, size)
+        if not broken:
+            return []
+        ranks = self.place.ring.size * size
+        fitting = [value for value in divisors(ranks) if not ulysses_problems(heads, kv_heads, value)]
+        return [
+            f"ulysses={size} {', and '.join(broken)} (Sequence axis): use {choices(fitting)} of the "
+            f"{ranks} ranks, as in mesh.split('cp', {fitting[-1]})"
+        ]
+
+
+def _window_problems(window: int | None, causal: bool) -> list[str]:
+    if window is None or (causal and window >= 1):
+        return []
+    if not causal:
+        return [f"window={window} without causal order (Sequence axis): a window looks back; use window=None"]
+    return [f"window={window} (Sequence axis): a token sees itself at least; use 1 or more, or None for all"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fourfold.mesh import Axis
 from fourfold.sequence.engine import Forward
-from fourfold.sequence.partition import partition_of
+from fourfold.sequence.partition import tokens_of_ranks
 from fourfold.sequence.ring import Around, ring_backward, ring_forward
 from fourfold.sequence.rows import Documents, Ring
 from fourfold.sequence.ulysses import copied, copies_of_heads, from_heads, summed_copies, to_heads
@@ -54,9 +54,8 @@ class Place:
 
     def tokens(self, documents: Documents) -> list[int]:
         """How many tokens of a row each rank of Ulysses holds, in this rank's part of the ring."""
-        counts = partition_of(documents[0], self.ring.size, self.ulysses.size).counts()
-        first = self.ring.rank * self.ulysses.size
-        return counts[first : first + self.ulysses.size]
+        of_the_group = tokens_of_ranks(sum(documents[0]), self.ring.size)[self.ring.rank]
+        return tokens_of_ranks(of_the_group, self.ulysses.size)
 
     def split(self, exchanged: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         """Queries, keys and values of this rank's heads; the numbers are those before the exchange."""

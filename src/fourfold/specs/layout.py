@@ -133,16 +133,8 @@ class Layout:
         )
 
     def _ulysses_problems(self, model: ModelSpec, size: int) -> list[str]:
-        """The rules of heads that ``size`` ranks break: whole query heads, and equal copies of the others."""
-        heads = model.num_attention_heads // self.tp
         kv_heads = max(1, model.num_key_value_heads // self.tp)
-        rules = {
-            f"does not divide the {heads} query heads of a rank": heads % size == 0,
-            f"neither divides the {kv_heads} key/value heads of a rank nor is a multiple": (
-                kv_heads % size == 0 or size % kv_heads == 0
-            ),
-        }
-        return [rule for rule, kept in rules.items() if not kept]
+        return ulysses_problems(model.num_attention_heads // self.tp, kv_heads, size)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -286,6 +278,20 @@ class Layout:
         )
         if problems:
             raise UserError(*problems)
+
+
+def ulysses_problems(heads: int, kv_heads: int, size: int) -> list[str]:
+    """The rules that ``size`` ranks of Ulysses break: whole query heads, and equal copies of the others.
+
+    ``heads`` query heads and ``kv_heads`` key/value heads are what a rank has before the exchange.
+    """
+    rules = {
+        f"does not divide the {heads} query heads of a rank": heads % size == 0,
+        f"neither divides the {kv_heads} key/value heads of a rank nor is a multiple": (
+            kv_heads % size == 0 or size % kv_heads == 0
+        ),
+    }
+    return [rule for rule, kept in rules.items() if not kept]
 
 
 def _ranks(count: int) -> str:
