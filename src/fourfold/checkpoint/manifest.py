@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fourfold.checkpoint.stripes import Stripes
 
+Kind = TypeVar("Kind")
 FORMAT = "fourfold checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,7 +43,9 @@ class Stored:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Stored":
         """Return a tensor from JSON values."""
-        return cls(**{**values, "shape": tuple(values["shape"])})
+        shape = tuple(_typed(size, int) for size in values["shape"])
+        parameter, state, dtype = (_typed(values[key], str) for key in ("parameter", "state", "dtype"))
+        return cls(parameter, state, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,45 @@ def piece_values(piece: Piece) -> dict[str, Any]:
 
 def piece_of(values: Mapping[str, Any]) -> Piece:
     """Return a piece from JSON values."""
-    stripes = tuple(Stripes(*numbers) for numbers in values["stripes"])
-    return Piece(values["tensor"], values["file"], values["offset"], stripes, int(values["digest"], 16))
+    stripes = tuple(Stripes(*(_typed(number, int) for number in row)) for row in values["stripes"])
+    tensor, file, digest = (_typed(values[key], str) for key in ("tensor", "file", "digest"))
+    return Piece(tensor, file, _typed(values["offset"], int), stripes, int(digest, 16))
+
+
+def _entry_of(values: Mapping[str, Any]) -> FileEntry:
+    size_bytes, head_bytes = (_typed(values[key], int) for key in ("size_bytes", "head_bytes"))
+    if not 0 <= head_bytes <= size_bytes:
+        raise ValueError(f"a file has {size_bytes} bytes, and {head_bytes} of them in its head")
+    return FileEntry(size_bytes, head_bytes, _typed(values["sha256"], str))
+
+
+def _manifest_of(content: Mapping[str, Any]) -> Manifest:
+    """Return a manifest from JSON values. Raises what comes of values that are not of one."""
+    manifest = Manifest(
+        _typed(content["step"], int),
+        _typed(content["updates"], int),
+        _typed(content["run"], dict),
+        _typed(content["about"], dict),
+        {name: Stored.of(values) for name, values in content["tensors"].items()},
+        [piece_of(values) for values in content["pieces"]],
+        {name: _entry_of(values) for name, values in content["files"].items()},
+    )
+    for name in manifest.files:
+        if Path(name).name != name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file in the folder")
+    for name, tensor in manifest.tensors.items():
+        if tensor.name != name:
+            raise ValueError(f"{name} is called {tensor.name}")
+    if strange := {piece.tensor for piece in manifest.pieces} - manifest.tensors.keys():
+        raise ValueError(f"it has pieces of {min(strange)}, but no such tensor")
+    return manifest
+
+
+def _typed(value: Any, kind: type[Kind]) -> Kind:
+    """Return the value. Raises TypeError where it is of another type."""
+    if type(value) is not kind:  # a bool is no int here
+        raise TypeError(f"{reprlib.repr(value)} is no {kind.__name__}")
+    return value
 
 
 def _sha256(content: Mapping[str, Any]) -> str:
@@ -136,11 +177,17 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint. Raises Damaged where it is missing or not as it was written."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        return _read(path)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # Its checksum may be right all the same: that of a text which is no manifest.
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise Damaged(f"{path} cannot be read: {problem}") from None
+
+
+def _read(path: Path) -> Manifest:
+    content = json.loads(path.read_text())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Damaged(f"{path} is not the manifest of a checkpoint")
     if content.get("version") != VERSION:
@@ -149,12 +196,4 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if _sha256({key: value for key, value in content.items() if key != "sha256"}) != content.get("sha256"):
         raise Damaged(f"{path} is damaged or was edited: its checksum differs")
-    return Manifest(
-        content["step"],
-        content["updates"],
-        content["run"],
-        content["about"],
-        {name: Stored.of(values) for name, values in content["tensors"].items()},
-        [piece_of(values) for values in content["pieces"]],
-        {name: FileEntry(**values) for name, values in content["files"].items()},
-    )
+    return _manifest_of(content)

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from fourfold.checkpoint.digest import MODULUS, digest
-from fourfold.checkpoint.files import CHUNK_BYTES, OpenFiles, content_of, piece_bytes, problem_of
+from fourfold.checkpoint.files import CHUNK_BYTES, NAMES, OpenFiles, content_of, piece_bytes, problem_of
 from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
-from fourfold.checkpoint.stripes import Runs, Stripes, overlap
+from fourfold.checkpoint.stripes import Runs, Stripes, numel, overlap
 
 
 def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
@@ -30,10 +30,10 @@ def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: 
         pieces.setdefault(piece.tensor, []).append(piece)
     for name, tensor in sorted(manifest.tensors.items())[share::shares]:
         own = pieces.get(name, [])
-        runs = Runs.of([stripe for piece in own for stripe in piece.stripes])
-        count = math.prod(tensor.shape)
-        there = [0, *runs.stop.tolist()] == [*runs.start.tolist(), count]
-        if not there:
+        if getattr(torch, tensor.dtype, None) not in NAMES:
+            problems.append(f"{folder}: the manifest has {name} in {tensor.dtype}, which no checkpoint is in")
+            continue
+        if not _each_once([stripe for piece in own for stripe in piece.stripes], math.prod(tensor.shape)):
             problems.append(f"{folder}: the manifest lacks pieces of {name}, or has some twice")
         for piece in own:
             entry, size = manifest.files.get(piece.file), piece_bytes(piece, _itemsize(tensor))
@@ -44,6 +44,20 @@ def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: 
             elif not entry.head_bytes <= piece.offset <= entry.size_bytes - size:
                 problems.append(f"{folder}: a piece of {name} would not be within {piece.file}")
     return problems
+
+
+def _each_once(pieces: Sequence[Stripes], count: int) -> bool:
+    """Whether stripes are all ``count`` elements of a tensor, each once."""
+    within = all(
+        min(piece.start, piece.stride) >= 0
+        and min(piece.length, piece.count) > 0
+        and piece.start + piece.stride * (piece.count - 1) + piece.length <= count
+        for piece in pieces
+    )
+    if not within or numel(pieces) != count:
+        return False  # before runs are made: of what is written there they could be more than memory holds
+    runs = Runs.of(pieces)
+    return [0, *runs.stop.tolist()] == [*runs.start.tolist(), count]
 
 
 def unlike(folder: Path, manifest: Manifest, parts: Iterable[Held]) -> list[str]:
