@@ -1,5 +1,6 @@
 """Saving while training goes on: one step's numbers, whole or not at all, and nobody waits unheard."""
 
+import os
 import resource
 import threading
 import time
@@ -16,7 +17,7 @@ import fourfold.checkpoint.saving as saving_module
 from fourfold.checkpoint import Saver, Saving, load_newest_, save
 from fourfold.cli.checkpoints import Checkpoints
 from fourfold.collectives import CollectiveMismatch, agreement
-from fourfold.errors import RunStopped
+from fourfold.errors import RankFailed, RunStopped
 from fourfold.training import Trainer
 from tests.checkpoint.trainers import SIZES, differing, fill_, run_spec, trainer_of
 from tests.ranks import RankPool
@@ -184,6 +185,37 @@ def test_a_full_disk_on_one_rank_is_heard_of_and_loses_nothing(ranks: RankPool, 
     assert names == [["step-000008"], ["step-000008"], ["step-000008", "step-000010"]]
     assert told[1] == expected[9]
     assert (len(told), silent) == (3, [])
+
+
+def hung_on_one(folder: str) -> tuple[str, list[str], list[tuple[int, int, float]]]:
+    """A save whose last call of the system on rank 1 comes back too late."""
+    trainer, told, shown = trainer_of(run_spec("dp2")), list[str](), list[tuple[int, int, float]]()
+    parallel, gate, fsync = trainer.parallel, threading.Event(), os.fsync
+
+    def hang(_: int) -> None:
+        assert gate.wait(30)
+
+    saving = Saving(Path(folder), {}, {})
+    saver = Saver(saving, parallel.mesh, told.append, lambda *now: shown.append(now), timeout_seconds=1.0)
+    if parallel.mesh.rank == 1:
+        os.fsync = hang  # type: ignore[assignment]
+    try:
+        saver.begin(parallel, trainer.update, 1)
+        with pytest.raises(RankFailed) as caught:
+            saver.finish()
+    finally:
+        gate.set()
+        os.fsync = fsync
+    return str(caught.value), told, shown
+
+
+def test_a_write_that_hangs_ends_the_run(ranks: RankPool, tmp_path: Path):
+    """The ranks that wait for it ask each other all the time, so to the watchdogs they move."""
+    [(message, told, shown), (same, silent, _)] = ranks(2, hung_on_one, str(tmp_path), limit_seconds=20)
+    place = f"rank 1 is still at {tmp_path}/step-000001.part/rank-00001.safetensors"
+    assert message == same == f"no byte was written for 1 s: {place}"
+    assert (told, silent) == ([f"warning: no byte was written for 0.5 s: {place}"], [])
+    assert shown[-1][0] == shown[-1][1] > 0, "rank 0 has written"
 
 
 def saved_by_one(folder: str) -> tuple[str, list[str]]:

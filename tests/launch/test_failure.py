@@ -58,6 +58,10 @@ def test_messages_keep_their_kind():
     stopped = Failure.of(RunStopped("loss is nan at step 7"), rank=0).exception()
     assert isinstance(stopped, RunStopped)
     assert str(stopped) == "loss is nan at step 7"
+    assert not isinstance(stopped, RankFailed)
+    hung = Failure.of(RankFailed("no byte was written"), rank=0).exception()
+    assert isinstance(hung, RankFailed), "the run is started again"
+    assert str(hung) == "no byte was written"
 
 
 def test_a_full_disk_is_named():

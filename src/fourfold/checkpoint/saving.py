@@ -3,6 +3,9 @@
 [Note: threads do not talk] The thread that writes calls no collective: it would mix its messages with those
 of training. Between two steps the ranks tell each other whether they have written. Once all have, a thread of
 rank 0 writes the manifest and gives the checkpoint its name.
+
+[Note: a write that hangs] Ranks that wait for a write ask each other again and again, so to a watchdog they
+move. They count the bytes that all have written instead: a slow disk takes some, one that hangs takes none.
 """
 
 import shutil
@@ -11,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +23,9 @@ from fourfold.checkpoint.folders import begin_, folder_of, part_of
 from fourfold.checkpoint.progress import Progress
 from fourfold.checkpoint.ranks import messages_of_all
 from fourfold.checkpoint.state import Held, held
-from fourfold.checkpoint.writing import Saving, Written, finish, write_own
+from fourfold.checkpoint.writing import Saving, Written, finish, own_file, write_own
 from fourfold.collectives import all_reduce_
-from fourfold.errors import RunStopped
+from fourfold.errors import RankFailed, RunStopped
 from fourfold.mesh import Mesh
 from fourfold.optimizer import Update
 from fourfold.parallel_model import ParallelModel
@@ -30,6 +33,12 @@ from fourfold.parallel_model import ParallelModel
 Result = TypeVar("Result")
 ASK_SECONDS = 0.1
 """How often who waits for a thread looks how far it is."""
+MOST_SECONDS = 1.0
+"""So much counts at most of the time between two looks: this process may itself have been stopped."""
+SHOWN_RANKS = 8
+"""Of so many ranks it is said where they write."""
+STILL_SECONDS = 600.0
+"""How long no rank may write a byte, where nothing else is said."""
 
 
 class Task(Generic[Result]):
@@ -119,6 +128,11 @@ class _Flight:
     is_told: bool = False
 
 
+def _is_busy(task: Task[None] | Task[Written] | None) -> bool:
+    """Whether there is a task that has not ended."""
+    return task is not None and not task.has_ended
+
+
 class Saver:
     """Saves a run while it trains. Every rank has one, and all call its methods alike.
 
@@ -127,6 +141,7 @@ class Saver:
         mesh: the ranks.
         tell: is given a line on every checkpoint, or on its failure, on rank 0.
         progress: hears on rank 0 how far its writing is, while training waits for it.
+        timeout_seconds: how long no rank may write a byte while all wait for a save.
 
     Attributes:
         failures: by step, why a checkpoint could not be written; the same on all ranks.
@@ -138,12 +153,15 @@ class Saver:
         mesh: Mesh,
         tell: Callable[[str], None] = lambda _: None,
         progress: Progress = lambda *_: None,
+        *,
+        timeout_seconds: float = STILL_SECONDS,
     ):
         self.failures: dict[int, str] = {}
         self._saving = saving
         self._mesh = mesh
         self._tell = tell
         self._progress = progress
+        self._timeout_seconds = timeout_seconds
         self._snapshot = Snapshot()
         self._flight: _Flight | None = None
 
@@ -185,40 +203,68 @@ class Saver:
         if flight is None:
             return
         if not flight.all_wrote:
-            if self._all_have_ended(flight.task, 0.0):
+            if self._summed(_is_busy(flight.task)) == [0]:
                 self._hear(flight)
         elif flight.ending is not None and flight.ending.has_ended:
             self._tell_of(flight)
 
     def finish(self) -> None:
-        """Wait until nothing is on its way any more."""
+        """Wait until nothing is on its way any more.
+
+        Raises RankFailed on all ranks where none writes a byte for the timeout; after half of it a line is
+        told.
+        """
         flight = self._flight
         if flight is not None and not flight.all_wrote:
-            ended = False
-            while not ended:
-                ended = self._all_have_ended(flight.task, ASK_SECONDS)
-                if self._mesh.rank == 0:
-                    seconds = time.perf_counter() - flight.began
-                    self._progress(flight.written_bytes, flight.total_bytes, seconds)
+            part = part_of(folder_of(flight.step, self._saving.checkpoints))
+            self._wait(flight, flight.task, own_file(part, self._mesh.rank))
             self._hear(flight)
         flight = self._flight
         if flight is None:
             return
-        while not self._all_have_ended(flight.ending, ASK_SECONDS):
-            pass
+        self._wait(flight, flight.ending, folder_of(flight.step, self._saving.checkpoints))
         self._flight = None
         if not self._failed(flight.step, [] if flight.ending is None else flight.ending.problems):
             self._tell_of(flight)
 
-    def _all_have_ended(self, task: Task[Any] | None, seconds: float) -> bool:
-        """Wait for this rank's task, so long at most, and ask whether those of all ranks have ended.
+    def _wait(self, flight: _Flight, task: Task[None] | Task[Written] | None, path: Path) -> None:
+        """Wait until the tasks of all ranks have ended; this rank's is at ``path``.
 
-        Nobody waits in a collective for long, however long a rank writes: it would time out.
+        See [Note: a write that hangs]. The clock is rank 0's, so that all hear the same. Nobody waits in a
+        collective for long, however long a rank writes: it would time out.
         """
-        if task is not None:
-            task.wait(seconds)
-        ended = torch.tensor([int(task is None or task.has_ended)], device=self._mesh.device)
-        return bool(all_reduce_(ended, self._mesh.world, op="min").item())
+        half_seconds = self._timeout_seconds / 2
+        before, told, still_seconds, looked = -1, 0, 0.0, time.monotonic()
+        while True:
+            if task is not None:
+                task.wait(ASK_SECONDS)
+            now = time.monotonic()
+            still_seconds += min(now - looked, MOST_SECONDS)
+            looked = now
+            halves = min(int(still_seconds / half_seconds), 2) if self._mesh.rank == 0 else 0
+            busy, written_bytes, halves = self._summed(_is_busy(task), flight.written_bytes, halves)
+            if self._mesh.rank == 0 and not flight.all_wrote:
+                seconds = time.perf_counter() - flight.began
+                self._progress(flight.written_bytes, flight.total_bytes, seconds)
+            if not busy:
+                return
+            if written_bytes != before:
+                before, told, still_seconds = written_bytes, 0, 0.0
+            elif halves > told:
+                told = halves
+                mine = f"rank {self._mesh.rank} is still at {path}"
+                places = messages_of_all([mine] if _is_busy(task) else [], self._mesh)
+                shown = [*places[:SHOWN_RANKS], *(["..."] if len(places) > SHOWN_RANKS else [])]
+                message = f"no byte was written for {halves * half_seconds:.3g} s: {'; '.join(shown)}"
+                if halves == 2:
+                    self._flight = None
+                    raise RankFailed(message)
+                if self._mesh.rank == 0:
+                    self._tell(f"warning: {message}")
+
+    def _summed(self, *numbers: int) -> list[int]:
+        """Return the sums of numbers over all ranks."""
+        return [*map(int, all_reduce_(torch.tensor(numbers, device=self._mesh.device), self._mesh.world))]
 
     def _hear(self, flight: _Flight) -> None:
         """Hear, once all ranks have ended, how; if they have written, rank 0 completes the checkpoint."""
@@ -263,8 +309,8 @@ class Saver:
 def save(parallel: ParallelModel, update: Update, saving: Saving, *, step: int) -> Path:
     """Write a checkpoint after ``step`` finished steps, and return its folder. All ranks call it.
 
-    Raises RunStopped on all ranks where one cannot write, or where a weight is not finite; the checkpoints
-    that were there are untouched then.
+    Raises RunStopped on all ranks where one cannot write, or where a weight is not finite, RankFailed where
+    a write hangs; the checkpoints that were there are untouched then.
     """
     saver = Saver(saving, parallel.mesh)
     saver.begin(parallel, update, step, copy=False)

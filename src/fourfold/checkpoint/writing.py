@@ -75,7 +75,7 @@ def write_own(
     part: Path, parts: Sequence[Held], rank: int, paused_seconds: float, wrote: Callable[[int], None]
 ) -> None:
     """Write what this rank writes, and a note on it for rank 0. Raises RunStopped where it cannot."""
-    path, began = part / f"rank-{rank:05}.safetensors", time.perf_counter()
+    path, began = own_file(part, rank), time.perf_counter()
     with writing(path):
         entry, pieces = write_tensors(path, parts, wrote)
         note = {
@@ -86,6 +86,11 @@ def write_own(
             "paused_seconds": paused_seconds,
         }
         _note(part, rank).write_text(json.dumps(note))
+
+
+def own_file(part: Path, rank: int) -> Path:
+    """Return the file with what a rank writes of a checkpoint."""
+    return part / f"rank-{rank:05}.safetensors"
 
 
 def _note(part: Path, rank: int) -> Path:
@@ -103,7 +108,7 @@ def finish(folder: Path, saving: Saving, layout: object, *, ranks: int, step: in
         files = {name: write_bytes(part / name, content) for name, content in saving.files.items()}
         for rank in range(ranks):
             note = json.loads(_note(part, rank).read_text())
-            files[f"rank-{rank:05}.safetensors"] = FileEntry(**note["file"])
+            files[own_file(part, rank).name] = FileEntry(**note["file"])
             tensors += map(Stored.of, note["tensors"])
             pieces += map(piece_of, note["pieces"])
             notes.append(note)

@@ -7,6 +7,7 @@ from pathlib import Path
 from fourfold.checkpoint import Saver, Saving, load_newest_
 from fourfold.checkpoint.folders import CHECKPOINTS
 from fourfold.checkpoint.ranks import texts_of_all
+from fourfold.checkpoint.saving import STILL_SECONDS
 from fourfold.errors import RunStopped
 from fourfold.mesh import Mesh
 from fourfold.specs import RunSpec
@@ -46,6 +47,7 @@ class Checkpoints:
         tell: prints a line, on rank 0.
         progress: shows how far what training waits for is, on rank 0: ``"saving"`` or ``"loading"``, bytes
             done, bytes in all, seconds so far.
+        timeout_seconds: how long no rank may write a byte while all wait for a save.
 
     Attributes:
         start: finished steps of the checkpoint that the run went on from.
@@ -62,6 +64,7 @@ class Checkpoints:
         resume: bool,
         tell: Callable[[str], None] = lambda _: None,
         progress: Callable[[str, int, int, float], None] = lambda *_: None,
+        timeout_seconds: float = STILL_SECONDS,
     ):
         self._run = run
         self._resume = resume
@@ -74,7 +77,9 @@ class Checkpoints:
             keep_every=run.checkpoint.keep_every,
         )
         self._progress = progress
-        self._saver = Saver(self._saving, mesh, tell, partial(progress, "saving"))
+        self._saver = Saver(
+            self._saving, mesh, tell, partial(progress, "saving"), timeout_seconds=timeout_seconds
+        )
         self.start = 0
 
     def resume_(self, trainer: Trainer) -> int:

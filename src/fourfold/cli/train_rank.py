@@ -14,7 +14,7 @@ from fourfold.cli.sample import sample_text
 from fourfold.cli.telling import telling
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
 from fourfold.doctor import device_type
-from fourfold.errors import RunPaused, RunStopped
+from fourfold.errors import RankFailed, RunPaused, RunStopped
 from fourfold.launch import Rank
 from fourfold.mesh import Mesh
 from fourfold.parallel_model import ParallelModel
@@ -74,6 +74,7 @@ def train_on_rank(
             resume=resume,
             tell=told.line,
             progress=told.wait,
+            timeout_seconds=timeout_seconds,
         )
 
         def go_on(trainer: Trainer) -> int:
@@ -104,8 +105,8 @@ def train_on_rank(
                     on_skip=told.line,
                     on_stop=checkpoints.settle,
                 )
-        except RunPaused:
-            raise
+        except (RunPaused, RankFailed):
+            raise  # what hung while a checkpoint was written would hang again
         except RunStopped:
             # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
             # wait for them: when one ends, a launcher ends all.

@@ -37,13 +37,14 @@ class Failure:
     """Why one rank ended: its messages, where it was, and when.
 
     ``user``: a mistake in what was asked. ``paused``: the run was asked to end, and saved. ``stopped``: the
-    run could not go on. ``memory``: there was not enough. ``lost``: another rank went away. ``bug``: an
-    unexpected exception, with its traceback. ``signal``: killed from outside. ``exit``: it ended by itself.
+    run could not go on. ``hung``: it may go on when started again. ``memory``: there was not enough.
+    ``lost``: another rank went away. ``bug``: an unexpected exception, with its traceback. ``signal``: killed
+    from outside. ``exit``: it ended by itself.
     """
 
     rank: int
     where: str
-    kind: Literal["user", "paused", "stopped", "memory", "lost", "bug", "signal", "exit"]
+    kind: Literal["user", "paused", "stopped", "hung", "memory", "lost", "bug", "signal", "exit"]
     messages: tuple[str, ...]
     time: float
 
@@ -54,7 +55,9 @@ class Failure:
         if isinstance(error, UserError):
             return Failure(rank, where, "user", error.messages, now)
         if isinstance(error, RunStopped):
-            kind: Literal["paused", "stopped"] = "paused" if isinstance(error, RunPaused) else "stopped"
+            kind: Literal["paused", "stopped", "hung"] = "stopped"
+            if isinstance(error, RunPaused | RankFailed):
+                kind = "paused" if isinstance(error, RunPaused) else "hung"
             return Failure(rank, where, kind, (str(error),), now)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             place = f" while writing {error.filename}" if error.filename else ""
@@ -97,6 +100,8 @@ class Failure:
             return RunPaused(message)
         if self.kind == "stopped":
             return RunStopped(message)
+        if self.kind == "hung":
+            return RankFailed(message)
         where = f" {self.where}" if self.where else ""
         if self.kind == "memory":
             return RankFailed(f"rank {self.rank} ran out of memory{where}: {message}")
