@@ -1,5 +1,6 @@
 """Attention over ranks as an op: inside a compiled graph, and kept by name through a recomputation."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,19 @@ def test_its_gradients_are_those_of_finite_differences() -> None:
     attend = ContextAttention(ring=mesh.cp, ulysses=mesh.cp)
     tensors = [tensor[:, :4, :, :2].detach().requires_grad_() for tensor in inputs(4)]
     torch.autograd.gradcheck(partial(attend, documents=((1, 3), (4,)), window=2, scale=0.7), tensors)
+
+
+def test_the_backward_needs_nobody_to_hold_the_ranks() -> None:
+    """A loss may outlive the object that attended."""
+    mesh = Mesh(Layout())
+    attend = ContextAttention(ring=mesh.cp, ulysses=mesh.cp)
+    tensors = inputs(16)
+    out = attend(*tensors, documents=DOCUMENTS, window=None, scale=0.3)
+    expected = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    del attend
+    gc.collect()
+    for found, right in zip(torch.autograd.grad(out.sum(), tensors), expected, strict=True):
+        assert torch.equal(found, right)
 
 
 def said_and_done(ulysses: int) -> None:

@@ -180,6 +180,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.kv_heads, ctx.rest = k.shape[2], (place, documents, window, scale)
     ctx.set_materialize_grads(False)
     at = _places[place]
+    ctx.held = at  # the backward finds it by number, though who made it may be gone by then
     if at.ulysses.size > 1:
         q, k, v = at.split(exchanged, q.shape[2], k.shape[2])
         out = attended
