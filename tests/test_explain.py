@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from fourfold.cli.tables import title
 from fourfold.explain import Explanation, explain
 from fourfold.memory import Category
 from fourfold.outline import Step
@@ -79,6 +80,13 @@ def test_bytes_of_the_batch_axis_by_arithmetic(largest: Explanation) -> None:
         assert rows["all_gather", "tp"].calls == rows["reduce_scatter", "tp"].calls == 16 * 8 * 4
         assert rows["all_gather", "tp"].message_bytes == 16 * 8 * 4 * stream
         assert rows["send", "pp"].message_bytes == 2 * 16 * stream // 8
+
+
+def test_the_default_of_cp_is_named() -> None:
+    """In the heading that all commands print, and in the JSON."""
+    step = Step(ModelSpec.preset("tiny"), Layout(cp=4), batch=4, sequence_length=64, microbatches=1)
+    assert " on 4 ranks, cp4:ulysses4\n" in title(step, "tiny")
+    assert explain(step).to_json()["layout"] == "cp4:ulysses4"
 
 
 def test_ulysses_sends_to_its_own_ranks_alone() -> None:

@@ -191,7 +191,7 @@ class Explanation:
         step = self.step
         return {
             "model": {"parameters": step.spec.num_parameters},
-            "layout": str(step.layout),
+            "layout": str(step.layout.resolved(step.spec)),
             "ranks": step.layout.world_size,
             "batch": step.batch,
             "sequence_length": step.sequence_length,

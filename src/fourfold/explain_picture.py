@@ -34,7 +34,8 @@ def draw(found: Explanation, path: Path, *, name: str) -> None:
     figure = Figure(figsize=(11, 3.4 + height), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(2.6, height))
     _draw_memory(above, found)
-    layout, step = found.step.layout, found.step
+    step = found.step
+    layout = step.layout.resolved(step.spec)
     above.set_title(
         f"{name} on {layout.world_size:,} ranks, {layout}: {step.microbatches} x {step.rows} sequences of "
         f"{step.sequence_length:,}, recompute {step.recompute}: predicted",

@@ -154,7 +154,7 @@ def verify(
     loss_tolerance, norm_tolerance, gradient_tolerance, weight_tolerance = tolerances
     worst_gradients = {name: _worst(errors[name] for errors in gradient_errors) for name in ours.weights}
     verification = Verification(
-        layout=str(mesh.layout),
+        layout=str(mesh.layout.resolved(oracle.model_spec)),
         dtype=dtype,
         steps=steps,
         loss=Difference("loss", _worst(float_errors[:steps]), loss_tolerance),

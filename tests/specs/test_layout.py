@@ -216,7 +216,25 @@ def test_heads_for_ulysses():
         "use cp8:ulysses2, cp8:ulysses4 or cp8:ring"
     ]
     assert problems("cp2:ulysses,tp8") != []
+    assert parse_messages("cp2:foo") == ["option 'foo' of cp does not exist. Use cp2:ring or cp2:ulysses"]
+    assert parse_messages("cp8:rings") == [
+        "option 'rings' of cp does not exist. Did you mean 'ring'? "
+        "Use cp8:ring, cp8:ulysses or cp8:ulysses2 for a ring of pairs"
+    ]
     assert [Layout(cp=cp).ulysses(TINY) for cp in (1, 2, 3, 4, 6, 8, 12)] == [1, 1, 1, 4, 2, 4, 4]
+
+
+def test_the_default_of_cp_is_written_out():
+    """Ring or Ulysses, as the heads decide; what is written already stays as it is."""
+    written = {
+        "cp4": "cp4:ulysses4",
+        "fsdp2:zero1,cp3,tp2": "fsdp2:zero1,cp3:ring,tp2",
+        "cp6": "cp6:ulysses2",
+        "cp4:ulysses": "cp4:ulysses",
+        "dp2": "dp2",
+    }
+    for text, found in written.items():
+        assert str(Layout.parse(text).resolved(TINY)) == found
 
 
 def test_all_problems_at_once():

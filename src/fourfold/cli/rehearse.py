@@ -65,7 +65,7 @@ def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[st
     from fourfold.explain import summed_up
 
     return {
-        "layout": str(step.layout),
+        "layout": str(step.layout.resolved(step.spec)),
         "rank": found.rank,
         "coordinates": dict(step.layout.coordinates(found.rank)),
         "peak_bytes": found.held.peak,

@@ -154,7 +154,7 @@ def mfu(step: "Step", machine: "Machine", found: "Simulation") -> float:
 
 def _numbers(step: "Step", machine: "Machine", found: "Simulation") -> dict[str, Any]:
     return {
-        "layout": str(step.layout),
+        "layout": str(step.layout.resolved(step.spec)),
         "machine": machine.name,
         "source": machine.source,
         "step_seconds": found.seconds,

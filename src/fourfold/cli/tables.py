@@ -13,7 +13,7 @@ def title(step: "Step", name: str) -> str:
     ranks = step.layout.world_size
     return (
         f"{name}: {step.spec.num_parameters:,} parameters on {ranks:,} {'ranks' if ranks > 1 else 'rank'}, "
-        f"{step.layout}\n"
+        f"{step.layout.resolved(step.spec)}\n"
         f"a step of {step.batch:,} sequences of {step.sequence_length:,} tokens: on each rank "
         f"{step.microbatches} x {step.rows}, {step.dtype}, recompute {step.recompute}, {step.optimizer}"
     )

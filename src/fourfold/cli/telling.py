@@ -84,7 +84,8 @@ class Telling:
         """Say what is trained, and on what."""
         run = self._run
         self._title = (
-            f"{Path(run.folder).name}: {_count(model_spec.num_parameters)} parameters on {run.layout}, "
+            f"{Path(run.folder).name}: {_count(model_spec.num_parameters)} parameters on "
+            f"{run.layout.resolved(model_spec)}, "
             f"{self._mesh.device.type}"
         )
         if self._reporter is None:

@@ -12,7 +12,7 @@ from fourfold.mesh import Axis
 from fourfold.sequence.ops import Place, context_attention
 from fourfold.sequence.partition import partition_of
 from fourfold.sequence.rows import Documents
-from fourfold.specs.layout import ulysses_problems
+from fourfold.specs.cp_option import ulysses_problems
 from fourfold.specs.spec import divisors
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fourfold.errors import UserError, choices, nearest
+from fourfold.specs.cp_option import cp_problems, ulysses_problems
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.schedule_name import ScheduleName
@@ -51,7 +52,7 @@ class Layout:
         problems += _schedule_problems(self.options.get("pp"))
         if (option := self.options.get("tp")) not in (None, *TP_OPTIONS):
             problems.append(_unknown_tp_option(option))
-        problems += _cp_problems(self.cp, self.options.get("cp"))
+        problems += cp_problems(self.cp, self.options.get("cp"))
         if problems:
             raise UserError(*problems)
 
@@ -85,7 +86,7 @@ class Layout:
                 problems += unknown
             elif axis == "tp" and option not in (None, *TP_OPTIONS):
                 problems.append(_unknown_tp_option(option))
-            elif axis == "cp" and degree.isdigit() and (wrong := _cp_problems(int(degree), option)):
+            elif axis == "cp" and degree.isdigit() and (wrong := cp_problems(int(degree), option)):
                 problems += wrong
             elif option is not None and axis in AXES:
                 options[axis] = option
@@ -131,6 +132,13 @@ class Layout:
             reversed(fitting),
             key=lambda size: heads_sent(heads, kv_heads, ring=self.cp // size, ulysses=size),
         )
+
+    def resolved(self, model: ModelSpec) -> "Layout":
+        """The same with the default of cp written out for this model, as ``cp4:ring`` or ``cp4:ulysses4``."""
+        if self.cp == 1 or "cp" in self.options:
+            return self
+        size = self.ulysses(model)
+        return replace(self, options={**self.options, "cp": "ring" if size == 1 else f"ulysses{size}"})
 
     def _ulysses_problems(self, model: ModelSpec, size: int) -> list[str]:
         kv_heads = max(1, model.num_key_value_heads // self.tp)
@@ -280,20 +288,6 @@ class Layout:
             raise UserError(*problems)
 
 
-def ulysses_problems(heads: int, kv_heads: int, size: int) -> list[str]:
-    """The rules that ``size`` ranks of Ulysses break: whole query heads, and equal copies of the others.
-
-    ``heads`` query heads and ``kv_heads`` key/value heads are what a rank has before the exchange.
-    """
-    rules = {
-        f"does not divide the {heads} query heads of a rank": heads % size == 0,
-        f"neither divides the {kv_heads} key/value heads of a rank nor is a multiple": (
-            kv_heads % size == 0 or size % kv_heads == 0
-        ),
-    }
-    return [rule for rule, kept in rules.items() if not kept]
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
@@ -303,21 +297,6 @@ def _schedule_problems(option: str | None) -> list[str]:
         ScheduleName.parse("1f1b" if option is None else option)
     except UserError as error:
         return [f"option '{option}' of pp: {message}" for message in error.messages]
-    return []
-
-
-def _cp_problems(degree: int, option: str | None) -> list[str]:
-    if option is None or option in ("ring", "ulysses"):
-        return []
-    size = option.removeprefix("ulysses")
-    if not (option.startswith("ulysses") and size.isascii() and size.isdigit()):
-        return [
-            f"option '{option}' of cp does not exist.{nearest(option, ('ring', 'ulysses'))} "
-            "Use cp4:ring, cp4:ulysses, or cp4:ulysses2 for a ring of two groups of two"
-        ]
-    if int(size) < 1 or degree % int(size):
-        fits = choices([f"cp{degree}:ulysses{value}" for value in divisors(degree)])
-        return [f"option '{option}' of cp: {size} does not divide cp={degree} (Sequence axis): use {fits}"]
     return []
 
 
