@@ -281,3 +281,13 @@ def test_a_broken_checkpoint_is_passed_over_or_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is neither the folder of a run nor a checkpoint"):
         export_model(tmp_path / "model", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_an_earlier_export_is_back_after_a_kill_between_two_renames(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        export_model(tmp_path / "no-run", tmp_path / "out")
+    (tmp_path / "out.previous").mkdir()
+    (tmp_path / "out.previous" / "fourfold.json").write_text("{}")
+    with pytest.raises(UserError, match="neither the folder of a run nor a checkpoint"):
+        export_model(tmp_path / "no-run", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+import fourfold.checkpoint.folders as folders
 import fourfold.checkpoint.writing as writing_module
 from fourfold.checkpoint.folders import (
     begin_,
+    bring_back_,
     complete_,
     folder_of,
     part_of,
@@ -90,3 +92,41 @@ def test_one_of_the_same_step_makes_room_and_broken_ones_get_numbers(tmp_path: P
         assert set_aside_(folder_of(5, tmp_path)).name == f"step-000005.broken-{number}"
         assert steps_there(tmp_path) == []
         save_(5, tmp_path)
+
+
+def test_one_that_made_room_for_another_that_never_came_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A kill between the two renames of a save of the same step."""
+    save_(5, tmp_path)
+    begin_(folder_of(5, tmp_path))
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            complete_(folder_of(5, tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005.old", "step-000005.part"]
+    begin_(folder_of(6, tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006.part"]
+    assert (tmp_path / "step-000005" / "content").read_text() == "5"
+
+
+def test_what_was_half_removed_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A kill while an older checkpoint is removed, or one that another of its step has replaced."""
+    for step in (5, 6):
+        save_(5, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)
+            save_(step, tmp_path)
+        left = sorted(path.name for path in tmp_path.iterdir())
+        assert left == sorted({"step-000005.gone", f"step-{step:06}"})
+        bring_back_(tmp_path)
+        assert steps_there(tmp_path) == [step]
+    begin_(folder_of(7, tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000007.part"]

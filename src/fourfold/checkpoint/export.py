@@ -74,6 +74,10 @@ def export_model(
     Raises UserError where there is no good checkpoint, or something else is in ``folder``; RunStopped where
     it cannot be written.
     """
+    previous = _previous(folder)
+    if not folder.exists() and previous.exists() and _may_be_replaced(previous):
+        with writing(folder):
+            previous.rename(folder)  # an export was killed before the new one had the name
     if folder.exists() and not _may_be_replaced(folder):
         raise UserError(f"{folder} has something else in it than an earlier export: give another folder")
     partial = folder.with_name(f"{folder.name}.partial")
@@ -97,10 +101,15 @@ def _may_be_replaced(folder: Path) -> bool:
     return folder.is_dir() and ((folder / ABOUT).exists() or not any(folder.iterdir()))
 
 
+def _previous(folder: Path) -> Path:
+    """Return what an earlier export is called while the new one gets its name."""
+    return folder.with_name(f"{folder.name}.previous")
+
+
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Give a complete folder its name."""
     sync(partial)
-    previous = folder.with_name(f"{folder.name}.previous")
+    previous = _previous(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         folder.rename(previous)

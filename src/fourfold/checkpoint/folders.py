@@ -3,7 +3,8 @@
 [Note: whole or not at all] A checkpoint is written into ``step-000100.part``: the files of all ranks, then
 its manifest, each brought onto the disk; then the folder gets its name. So a folder called ``step-000100`` is
 complete, whatever died when, and the newest of them is where a run goes on. Nothing points at it that could
-be out of date.
+be out of date. One that makes room for another of the same step is called ``step-000100.old`` until that has
+the name, and gets its own back where that never came. What is being removed is called ``step-000100.gone``.
 """
 
 import re
@@ -43,20 +44,41 @@ def begin_(folder: Path) -> None:
     """Make an empty place for a new checkpoint, and remove what an earlier save left unfinished."""
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.parent.glob("step-*.part"), *folder.parent.glob("step-*.old")):
+        bring_back_(folder.parent)
+        for left in (*folder.parent.glob("step-*.part"), *folder.parent.glob("step-*.gone")):
             shutil.rmtree(left)
         part_of(folder).mkdir()
 
 
 def complete_(folder: Path) -> None:
     """Give a complete checkpoint its name. One of the same step makes room."""
+    old = folder.with_name(f"{folder.name}.old")
     with writing(folder):
         sync(part_of(folder))
         if folder.exists():
-            folder.rename(folder.with_name(f"{folder.name}.old"))
+            folder.rename(old)
         part_of(folder).rename(folder)
         sync(folder.parent)
-        shutil.rmtree(folder.with_name(f"{folder.name}.old"), ignore_errors=True)
+        if old.exists():
+            shutil.rmtree(_without_name(old), ignore_errors=True)
+
+
+def bring_back_(checkpoints: Path) -> None:
+    """Give those their names back that made room for others which never came; only who saves may call it."""
+    with writing(checkpoints):
+        for old in sorted(checkpoints.glob("step-*.old")):
+            if (folder := old.with_suffix("")).exists():
+                shutil.rmtree(_without_name(old))
+            else:
+                old.rename(folder)
+                sync(checkpoints)
+
+
+def _without_name(folder: Path) -> Path:
+    """Rename a checkpoint that goes, and return its new name: half of one must not look like one."""
+    gone = folder.with_suffix(".gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    return folder.rename(gone)
 
 
 def newest_good(
@@ -116,8 +138,5 @@ def rotate_(checkpoints: Path, *, written: int, keep: int, keep_every: int) -> N
     there = steps_there(checkpoints)
     for step in superfluous(there, written=written, keep=keep, keep_every=keep_every):
         folder = folder_of(step, checkpoints)
-        # Under another name first: half a checkpoint must not look like one.
-        old = folder.with_name(f"{folder.name}.old")
         with writing(folder):
-            folder.rename(old)
-            shutil.rmtree(old)
+            shutil.rmtree(_without_name(folder))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.folders import folder_of, newest_good, set_aside_, steps_there
+from fourfold.checkpoint.folders import bring_back_, folder_of, newest_good, set_aside_, steps_there
 from fourfold.checkpoint.manifest import Damaged, Manifest, read_manifest
 from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
@@ -33,6 +33,8 @@ def load_newest_(
     what must be alike.
     """
     mesh = parallel.mesh
+    if mesh.rank == 0:
+        bring_back_(checkpoints)
     told = texts_of_all(json.dumps(steps_there(checkpoints)) if mesh.rank == 0 else "", mesh)
     steps: list[int] = json.loads(told[0])
     found = newest_good(
