@@ -4,8 +4,9 @@
 stores the results of the names that it is told to; when it runs again, the same calls come in the same order
 and get them back, and nothing is computed or communicated. All that stands between them is computed again,
 so the tape of the second run is the same as without. A result that this tape does not need, such as what a
-layer adds to the stream last, is neither kept nor computed again: not-a-number stands in its place, so that a
-use of it would show.
+layer adds to the stream last, is neither kept nor computed again: not-a-number stands in its place. That is
+so of our own layers only. A hook of the user may read the result, and not-a-number would not show: relu
+makes a mask of zeros of it. Where foreign code runs in a layer, all of these are computed again (`segment`).
 
 Calls of `dear` stand inside an ``autograd.Function`` or below autograd, where results have no graph. The
 kernels of ``scaled_dot_product_attention`` are found by a dispatch mode. What draws random numbers is never

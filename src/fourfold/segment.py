@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from fourfold.kept import KeptResults
 from fourfold.models import Microbatch, Piece
@@ -62,6 +63,31 @@ def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Ten
                 yield owner, name, buffer
 
 
+def _runs_our_code_alone(modules: Sequence[nn.Module]) -> bool:
+    """Whether the modules are of our classes, without hooks or forwards that others have put there.
+
+    What a foreign one reads is not known: a hook on a layer's output may keep which of it was positive.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    return (
+        not (_global_forward_hooks or _global_forward_pre_hooks)
+        and all(type(part) is nn.Linear or _is_ours(type(part)) for part in parts)
+        and all(_is_ours(code) for part in parts for code in _put_there(part))
+    )
+
+
+def _put_there(part: nn.Module) -> Iterator[object]:
+    """What runs around a module's forward, or in its place."""
+    yield from part._forward_hooks.values()
+    yield from part._forward_pre_hooks.values()
+    if "forward" in vars(part):
+        yield part.forward
+
+
+def _is_ours(code: object) -> bool:
+    return str(getattr(code, "__module__", "")).startswith("fourfold.")
+
+
 class Segment:
     """Runs one `Piece` forward and backward, microbatch by microbatch.
 
@@ -73,7 +99,7 @@ class Segment:
         piece: the part of the model.
         weight_gradients: where the linear layers of the model put their weight gradients.
         keeps: the names of the results that stay where a forward runs again; see `fourfold.kept`.
-        unread: the names of those that the second run does not need.
+        unread: the names of those that the second run does not need, as long as nothing else reads them.
     """
 
     def __init__(
@@ -106,7 +132,8 @@ class Segment:
         self._moments[microbatch] = _Moment(batch.input_ids_BS.device, self.piece.modules)
         if not self._keeps:
             return self.evaluate(x, batch)
-        kept = self._kept[microbatch] = KeptResults(self._keeps, self._unread)
+        unread = self._unread if _runs_our_code_alone(self.piece.modules) else frozenset[str]()
+        kept = self._kept[microbatch] = KeptResults(self._keeps, unread)
         with kept.keeping():  # as for a backward, so that kernels give all that one needs
             return self._with_graph(x, batch)[1].detach()
 

@@ -49,28 +49,39 @@ def model_on(mesh: Mesh, policy: str, dtype: str = "float32") -> ParallelModel:
     )
 
 
-class Noisy:
-    """A forward hook: dropout, and a scale that grows with each forward and is kept in a buffer."""
-
-    def __init__(self, layer: nn.Module):
-        layer.register_buffer("seen", torch.zeros((), dtype=torch.float32))
-
-    def __call__(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
-        seen = layer.seen
-        assert isinstance(seen, Tensor)
-        out = F.dropout(output, 0.5, training=True) * (1 + seen / 8)
-        seen.add_(1)
-        return out
+Hook = Callable[[nn.Module, object, Tensor], Tensor]
+"""A forward hook of a layer: gives what comes in place of the output."""
 
 
-def steps(layout: str, policy: str, *, noisy: bool) -> tuple[list[Tensor], bool]:
+def noisy(layer: nn.Module, _: object, output: Tensor) -> Tensor:
+    """Dropout, and a scale that grows with each forward and is kept in a buffer."""
+    seen = layer.seen
+    assert isinstance(seen, Tensor)
+    out = F.dropout(output, 0.5, training=True) * (1 + seen / 8)
+    seen.add_(1)
+    return out
+
+
+def positive(_: nn.Module, __: object, output: Tensor) -> Tensor:
+    """Keeps for its backward which of the output is positive."""
+    return F.relu(output)
+
+
+def own_noise(_: nn.Module, __: object, output: Tensor) -> Tensor:
+    """Keeps the random numbers that it drew, where the output is negative."""
+    return F.rrelu(output, 0.1, 0.9, training=True)
+
+
+def steps(layout: str, policy: str, *, hook: Hook | None, seed: int = 7) -> tuple[list[Tensor], bool]:
     """Two steps: losses, whole gradients, the random state and the buffers at the end; whether any R ran."""
     mesh = Mesh(Layout.parse(layout))
     parallel = model_on(mesh, policy)
     layers = list(parallel.model.model.layers)
-    for layer in layers if noisy else ():
-        layer.register_forward_hook(Noisy(layer))
-    torch.manual_seed(7)
+    for layer in layers if hook else ():
+        assert hook is not None
+        layer.register_buffer("seen", torch.zeros((), dtype=torch.float32))
+        layer.register_forward_hook(hook)
+    torch.manual_seed(seed)
     data = SyntheticDataset(TINY.vocab_size, LENGTH, 3)
     found: list[Tensor] = []
 
@@ -86,35 +97,38 @@ def steps(layout: str, policy: str, *, noisy: bool) -> tuple[list[Tensor], bool]
     return found, any(action.kind is Kind.RECOMPUTE for action in actions)
 
 
-def differing(layout: str, noisy: bool, policies: list[str]) -> list[str]:
+def differing(layout: str, hook: Hook | None, policies: list[str]) -> list[str]:
     """The policies that do not give the bits of none."""
-    expected, again = steps(layout, "none", noisy=noisy)
+    expected, again = steps(layout, "none", hook=hook)
     assert not again
     wrong = []
     for policy in policies:
-        found, again = steps(layout, policy, noisy=noisy)
+        found, again = steps(layout, policy, hook=hook)
         same = len(found) == len(expected) and all(map(torch.equal, found, expected))
         if not (same and again):
             wrong.append(policy)
     return wrong
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_one_rank_gets_the_same_bits(noisy: bool) -> None:
+@pytest.mark.parametrize("hook", [None, noisy, positive, own_noise])
+def test_one_rank_gets_the_same_bits(hook: Hook | None) -> None:
     """Loss, gradients, the random state afterwards, and buffers, which count each forward once."""
-    # AC-01
-    assert differing("dp1", noisy, POLICIES) == []
+    # AC-01, AC-05
+    assert differing("dp1", hook, POLICIES) == []
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "pp2:1f1b", "pp2:zb-h1", "pp2:gpipe", "tp2", "cp2"])
 def test_ranks_get_the_same_bits(ranks: RankPool, layout: str) -> None:
-    assert ranks(2, differing, layout, "tp" not in layout, ["full", "min", "selective"]) == [[], []]
+    assert ranks(2, differing, layout, None if "tp" in layout else noisy, ["full", "min", "selective"]) == [
+        [],
+        [],
+    ]
 
 
 def test_dropout_would_show() -> None:
     """What the test above holds is not trivial: another seed gives other gradients."""
-    first, _ = steps("dp1", "full", noisy=True)
-    second, _ = steps("dp1", "full", noisy=False)
+    first, _ = steps("dp1", "full", hook=noisy)
+    second, _ = steps("dp1", "full", hook=None)
     assert not torch.equal(first[0], second[0])
 
 
