@@ -69,13 +69,17 @@ class Command:
 
 
 def joined(
-    folder: Path,
+    folder: Path | Sequence[Path],
     *arguments: str,
     variables: Mapping[str, str],
     each: Sequence[Sequence[str]] = ((), ()),
     local: bool = True,
 ) -> list[Command]:
-    """Start the ranks of a job as torchrun does, on one machine or on one each, each with its own words."""
+    """Start the ranks of a job as torchrun does, on one machine or on one each, each with its own words.
+
+    All are in one folder, or each in its own.
+    """
+    folders = [folder] * len(each) if isinstance(folder, Path) else folder
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     job = {"WORLD_SIZE": str(len(each)), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -84,7 +88,8 @@ def joined(
         place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
         if local:
             place = {"LOCAL_RANK": str(rank)}
-        commands.append(Command(folder, [*arguments, *own], {**variables, **job, **place, "RANK": str(rank)}))
+        own_variables = {**variables, **job, **place, "RANK": str(rank)}
+        commands.append(Command(folders[rank], [*arguments, *own], own_variables))
     return commands
 
 

@@ -350,6 +350,34 @@ def test_what_machines_have_to_agree_on(folder: Path):
     assert errors_on_two_machines(folder) == [[], []], "the same content by other names"
 
 
+def test_the_run_folder_is_one_that_all_ranks_see(tokenized: Path, tmp_path: Path):
+    """A relative one is that of rank 0; where a rank cannot see it, it would train without a checkpoint."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("run.toml", "corpus.txt"):
+            shutil.copy(tokenized / name, folder)
+    # Below this path each process sees its own current folder.
+    apart = "/proc/self/cwd/apart"
+    (folders[1] / "apart").mkdir()
+    outcomes = []
+    for name in ("run", apart):
+        words = ["train", "run.toml", "--set", f"folder={name}"]
+        ranks = joined(folders, *words, variables=cache_of(tokenized), local=False)
+        said = [rank.communicate(SECONDS_TO_END)[1].splitlines() for rank in ranks]
+        errors = [[line for line in lines if not line.startswith("tokenizing")] for lines in said]
+        outcomes.append(([rank.returncode for rank in ranks], errors))
+    message = f"rank 1 on {socket.gethostname()} does not see {apart}: the ranks must share it"
+    advice = "set folder to a path on a file system that all machines have"
+    told = [[f"rank 0: error: {message}: {advice}"], [f"error: {message}: {advice}"]]
+    assert outcomes == [([0, 0], [[], []]), ([2, 2], told)]
+    left = {path.name for path in (folders[0] / "run" / "checkpoints" / "step-000003").iterdir()}
+    assert {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"} <= left
+    assert not (folders[1] / "run").exists()
+    assert {path.name for path in (folders[0] / "apart").iterdir()} == {"run.toml", "metrics.jsonl"}
+    assert not any((folders[0] / "run").glob(".seen-*"))
+
+
 def test_a_run_that_diverges_leaves_its_pictures(tokenized: Path):
     asked = ("optimizer.schedule=constant", "optimizer.learning_rate=1e30", "folder=diverged")
     statuses, _, errors = trained(tokenized, *(word for value in asked for word in ("--set", value)))

@@ -1,15 +1,20 @@
 """The checkpoints of a run, as the ranks of ``fourfold train`` keep them."""
 
-from collections.abc import Callable, Mapping
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 
 from fourfold.checkpoint import Saver, Saving, load_newest_
 from fourfold.checkpoint.folders import CHECKPOINTS
-from fourfold.checkpoint.ranks import texts_of_all
+from fourfold.checkpoint.ranks import messages_of_all, texts_of_all
 from fourfold.checkpoint.saving import STILL_SECONDS
-from fourfold.errors import RunStopped
+from fourfold.errors import RunStopped, UserError
 from fourfold.mesh import Mesh
+from fourfold.run_folder import writing
 from fourfold.specs import RunSpec
 from fourfold.training import Trainer
 
@@ -25,6 +30,8 @@ MUST_STAY = (
     "the held-out part of the corpus",
 )
 """How the keys begin in which a run that goes on must be the one that saved. All others may change."""
+SEEN_SECONDS = 1.0
+"""So long a file system may take to show one machine what another one has written."""
 
 
 def what_must_stay(values: Mapping[str, object]) -> dict[str, object]:
@@ -34,12 +41,48 @@ def what_must_stay(values: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def shared_folder(folder: Path | None, mesh: Mesh) -> Path:
+    """Return, on all ranks, the run folder that rank 0 has made. All call it; ``folder`` counts on rank 0.
+
+    A relative path stays one on ranks that are where rank 0 is, and is its absolute path on the others.
+    Raises UserError on all ranks where one does not see in it what rank 0 writes now, and says which.
+    """
+    token = f".seen-{secrets.token_hex(8)}"
+    if mesh.rank == 0:
+        assert folder is not None
+        with writing(folder / token):
+            (folder / token).touch()
+    texts = [str(folder or ""), os.path.abspath(folder or ""), token]
+    path, absolute, token = texts_of_all("\0".join(texts), mesh)[0].split("\0")
+    seen = _seen([Path(path), Path(absolute)], token)
+    problem = f"rank {mesh.rank} on {gethostname()} does not see {absolute}: the ranks must share it"
+    advice = "set folder to a path on a file system that all machines have"
+    problems = messages_of_all([f"{problem}: {advice}"] if seen is None else [], mesh)
+    if mesh.rank == 0:
+        (Path(absolute) / token).unlink(missing_ok=True)
+    if seen is None or problems:
+        raise UserError(*problems)
+    return seen
+
+
+def _seen(places: Sequence[Path], token: str) -> Path | None:
+    """Return the first of the places with this file, None where it does not come to be in any."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        for place in places:
+            if (place / token).exists():
+                return place
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(SEEN_SECONDS / 10)
+
+
 class Checkpoints:
     """Saves a run and lets it go on; on all ranks.
 
     Args:
         run: its settings.
-        folder: of the run, on rank 0; None elsewhere.
+        folder: of the run, which all ranks share.
         mesh: the ranks.
         must_stay: what must be alike in a run that goes on.
         files: what lies beside the tensors.
@@ -56,7 +99,7 @@ class Checkpoints:
     def __init__(
         self,
         run: RunSpec,
-        folder: Path | None,
+        folder: Path,
         mesh: Mesh,
         *,
         must_stay: Mapping[str, object],
@@ -70,7 +113,7 @@ class Checkpoints:
         self._resume = resume
         self._tell = tell
         self._saving = Saving(
-            Path(texts_of_all(str(folder or ""), mesh)[0]) / CHECKPOINTS,
+            folder / CHECKPOINTS,
             must_stay,
             files,
             keep=run.checkpoint.keep,

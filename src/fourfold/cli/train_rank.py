@@ -8,7 +8,7 @@ from platform import python_version
 
 from fourfold import stop
 from fourfold.checkpoint import about_files, check_hugging_face
-from fourfold.cli.checkpoints import Checkpoints, what_must_stay
+from fourfold.cli.checkpoints import Checkpoints, shared_folder, what_must_stay
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
 from fourfold.cli.telling import telling
@@ -63,6 +63,7 @@ def train_on_rank(
     run, note = with_distinct_evaluation(run, eval_data)
     HERE.begin("while the model is made")
     mesh = Mesh(run.layout, device)
+    folder = shared_folder(folder, mesh)
     with telling(rank, run, folder, mesh, prepared) as told:
         told.begin(model_spec, note, resume=resume)
         checkpoints = Checkpoints(
