@@ -163,6 +163,30 @@ def test_what_cannot_be_cut_is_refused() -> None:
     assert "rope_type='dynamic' follows the longest position of a call" in message
 
 
+def test_other_heads_and_other_orders_are_refused() -> None:
+    # CP-17
+    message = refusal(model_of("llama", is_causal=False))
+    assert "is_causal=False: attention over the ranks of cp is causal here" in message
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    message = refusal(transformers.LlamaForSequenceClassification(config))
+    assert "LlamaForSequenceClassification looks for certain tokens of a row" in message
+    assert "use LlamaModel or LlamaForCausalLM" in message
+    assert "use GPT2Model or GPT2LMHeadModel" in refusal(
+        transformers.GPT2DoubleHeadsModel(model_of("gpt2").config)
+    )
+
+
+def test_labels_are_refused() -> None:
+    """The model would shift them once more, among tokens that are no neighbours."""
+    model = model_of("llama")
+    context = context_parallel_(model, Mesh(Layout()))
+    batch = batch_of(PACKED)
+    with pytest.raises(UserError, match="shifted inside of the model"):
+        model(**context.inputs(batch), labels=batch.labels_BS)
+
+
 def test_a_call_without_the_batch_is_refused() -> None:
     # CP-11
     model = model_of("llama")

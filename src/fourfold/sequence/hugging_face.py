@@ -65,12 +65,13 @@ def context_parallel_(model: nn.Module, mesh: Mesh) -> ModelContext:
     By ring or by Ulysses, as the layout says. A sliding window is the model's own.
 
     Args:
-        model: one of `FAMILIES`, with no dropout of attention weights.
+        model: one of `FAMILIES`, its base model or with a causal language head, and no dropout of attention
+            weights.
         mesh: the ranks.
 
     Raises UserError with all that the model has that cannot be cut.
     """
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AttentionInterface, PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise UserError(
@@ -83,11 +84,19 @@ def context_parallel_(model: nn.Module, mesh: Mesh) -> ModelContext:
             f"tokens by attention alone; use {choices(FAMILIES)}"
         )
     spec = _spec(model.config)
+    mappings: tuple[Any, ...] = (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    known = [mapping[type(model.config)] for mapping in mappings]
     problems = _problems(model.config, spec, mesh)
+    if not isinstance(model, tuple(known)):
+        problems.append(
+            f"{type(model).__name__} looks for certain tokens of a row, which one rank has (Sequence axis): "
+            f"use {choices([each.__name__ for each in known])}"
+        )
     if problems:
         raise UserError(*problems)
     AttentionInterface.register(NAME, _attention)
     model.set_attn_implementation(NAME)
+    model.register_forward_pre_hook(_without_labels, with_kwargs=True)
     ring, ulysses = mesh.split("cp", mesh.layout.ulysses(spec))
     return ModelContext(ContextAttention(ring=ring, ulysses=ulysses))
 
@@ -121,6 +130,11 @@ def _problems(config: Any, spec: ModelSpec, mesh: Mesh) -> list[str]:
                 f"{name}={value}: which attention weights are dropped would depend on the layout "
                 f"(Sequence axis): use {name}=0"
             )
+    if not getattr(config, "is_causal", True):
+        problems.append(
+            "is_causal=False: attention over the ranks of cp is causal here (Sequence axis): "
+            "use is_causal=True"
+        )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if kind in OF_THE_LONGEST:
         problems.append(
@@ -128,6 +142,16 @@ def _problems(config: Any, spec: ModelSpec, mesh: Mesh) -> list[str]:
             "(Sequence axis): use another one, such as yarn"
         )
     return problems
+
+
+def _without_labels(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse labels: the model would shift them by one among this rank's tokens, which are not neighbours."""
+    if kwargs.get("labels") is not None:
+        raise UserError(
+            "labels=... are shifted inside of the model, among tokens that are no neighbours on this rank "
+            "(Sequence axis): leave them out, and take "
+            "fourfold.models.loss.cross_entropy_sum(logits, context.own(batch).labels_BS)"
+        )
 
 
 def _attention(
