@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from benchmarks.workloads import MODEL, Workload
 from fourfold.mesh import Mesh
 from fourfold.models.attention import attention
 from fourfold.sequence.attention import ContextAttention
-from fourfold.sequence.partition import partition_of
+from fourfold.sequence.partition import contiguous, partition_of
 from fourfold.specs import Layout
 
 RANKS = 2
@@ -56,13 +57,17 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Balance:
-    """Rows of documents of random lengths over ranks: mean and worst of max / mean work, over `ROWS` rows."""
+    """Rows of documents of random lengths over ranks: max / mean work, of `ROWS` rows the mean and the worst.
+
+    ``contiguous`` is the mean where each rank has one run of tokens.
+    """
 
     documents: str
     ranks: int
     tokens: int
     mean: float
     worst: float
+    contiguous: float
 
 
 class OneRow:
@@ -128,10 +133,14 @@ def balances(tokens: int = 16384) -> list[Balance]:
     for name, mean in {"short, 1K": 1024, "long, 8K": 8192}.items():
         rows = [_lengths(generator, mean, tokens) for _ in range(ROWS)]
         for ranks in (2, 4, 8):
-            work = [partition_of(row, ranks).work(row) for row in rows]
-            ratios = [max(of_ranks) * ranks / sum(of_ranks) for of_ranks in work]
-            found.append(Balance(name, ranks, tokens, statistics.mean(ratios), max(ratios)))
+            ratios = [_over_mean(partition_of(row, ranks).work(row)) for row in rows]
+            one_run = statistics.mean(_over_mean(contiguous(tokens, ranks).work(row)) for row in rows)
+            found.append(Balance(name, ranks, tokens, statistics.mean(ratios), max(ratios), one_run))
     return found
+
+
+def _over_mean(work: Sequence[int]) -> float:
+    return max(work) / statistics.mean(work)
 
 
 def _lengths(generator: np.random.Generator, mean: int, tokens: int) -> tuple[int, ...]:
@@ -157,12 +166,13 @@ def show(rows: list[Efficiency], balance: list[Balance]) -> None:
         )  # fmt: skip
     Console(width=120).print(table)
     table = Table(title="work of the busiest rank / mean, packed rows")
-    for column in ("documents", "ranks", "tokens", "mean", "worst"):
+    for column in ("documents", "ranks", "tokens", "mean", "worst", "mean, one run each"):
         table.add_column(column)
     for line in balance:
         table.add_row(
-            line.documents, str(line.ranks), str(line.tokens), f"{line.mean:.3f}", f"{line.worst:.3f}"
-        )
+            line.documents, str(line.ranks), str(line.tokens), f"{line.mean:.3f}", f"{line.worst:.3f}",
+            f"{line.contiguous:.3f}",
+        )  # fmt: skip
     Console(width=120).print(table)
 
 

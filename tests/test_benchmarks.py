@@ -18,6 +18,7 @@ from benchmarks.workloads import MODEL, Workload
 from fourfold import training
 from fourfold.collectives.recorder import note
 from fourfold.mesh import Axis
+from fourfold.sequence.partition import MOST_IMBALANCE
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +95,9 @@ def test_attention_alone_is_the_same_attention(ranks: RankPool, layout: str) -> 
     assert sum(ranks(2, squares_of_a_rank, layout)) == pytest.approx(right, rel=1e-5)
 
 
-def test_packed_rows_are_balanced_on_two_ranks() -> None:
-    found = {(line.documents, line.ranks): line for line in balances(2048)}
-    assert {ranks for _, ranks in found} == {2, 4, 8}
-    assert all(1.0 <= line.mean <= line.worst for line in found.values())
+def test_packed_rows_are_balanced_where_one_run_a_rank_is_not() -> None:
+    """Ranks of at least 512 tokens, within what partitions aim at."""
+    found = [line for line in balances(2048) if line.tokens // line.ranks >= 512]
+    assert {line.ranks for line in found} == {2, 4}
+    for line in found:
+        assert line.worst <= MOST_IMBALANCE < 1.3 < line.contiguous
