@@ -19,24 +19,34 @@ OPTIONS = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).o
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "ends", "is_requeued"),
-    [(0, 0, 0, False), (75, 0, 75, True), (137, 3, 137, True), (2, 0, 2, False), (75, 11, 1, False)],
+    ("status", "failures", "is_requeued", "counted"),
+    [
+        (0, 3, False, 0),
+        (2, 0, False, 0),
+        (75, 0, True, 0),
+        (75, 10, True, 0),
+        (137, 0, True, 1),
+        (137, 9, True, 10),
+        (137, 10, False, 11),
+    ],
 )
 def test_slurm_puts_the_job_back_where_it_can_go_on(
-    tmp_path: Path, status: int, restarts: int, ends: int, is_requeued: bool
+    tmp_path: Path, status: int, failures: int, is_requeued: bool, counted: int
 ):
+    """Saved and to be continued, always, even at the 50th start; after ten failures in a row, no more."""
     for name, code in {"srun": f"exit {status}", "scontrol": "true"}.items():
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/said\n{code}\n')
         (tmp_path / name).chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    count = tmp_path / "fourfold-7.failures"
+    if failures:
+        count.write_text("status 137\n" * failures)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "50"}
     script = ["bash", str(CLUSTERS / "slurm.sbatch"), "run.toml", "--layout", "fsdp16"]
-    ended = subprocess.run(
-        script, env={**variables, "SLURM_RESTART_COUNT": str(restarts)}, check=False, capture_output=True
-    )
-    assert (ended.returncode, ended.stderr) == (ends, b"")
-    said = (tmp_path / "said").read_text().splitlines() if (tmp_path / "said").exists() else []
+    ended = subprocess.run(script, env=variables, cwd=tmp_path, check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (status, b"")
     command = "srun --kill-on-bad-exit=1 fourfold train run.toml --layout fsdp16 --resume"
-    assert said == ([] if restarts > 10 else [command]) + ["scontrol requeue 7"] * is_requeued
+    assert (tmp_path / "said").read_text().splitlines() == [command] + ["scontrol requeue 7"] * is_requeued
+    assert (len(count.read_text().splitlines()) if count.exists() else 0) == counted
 
 
 def check_torchrun(words: list[str]) -> list[str]:
