@@ -70,7 +70,7 @@ def _seen(places: Sequence[Path], token: str) -> Path | None:
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
         for place in places:
-            if (place / token).exists():
+            if os.path.exists(place / token):  # whatever keeps this rank from it
                 return place
         if time.monotonic() > deadline:
             return None
