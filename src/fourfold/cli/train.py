@@ -36,7 +36,12 @@ def train(
         ),
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="End a run of which no rank moves for so long.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="End a run of which no rank moves for so long; of one rank alone only saves are watched.",
+        ),
     ] = DEFAULT_TIMEOUT_SECONDS,
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""

@@ -36,7 +36,8 @@ def launch(
         world_size: how many ranks there are.
         target: what a rank runs.
         arguments: for it.
-        timeout_seconds: local ranks of which none moves for so long are ended; see `Watch`.
+        timeout_seconds: local ranks of which none moves for so long are ended; see `Watch`. Nobody watches
+            the one that runs in this process.
     """
     job = joined_job()
     if job is None and world_size > 1:
