@@ -1,8 +1,8 @@
 """Two nodes of eight GPUs on a Ray cluster: python examples/clusters/ray_job.py run.toml --layout fsdp16
 
-One Ray task a GPU, each a rank that runs the same command as everywhere. The tasks are placed together or not
-at all. Ray starts no rank again by itself, and need not: where one fails all end, and this script starts them
-again, --resume going on from the newest checkpoint.
+One Ray task a node, which runs torchrun, and that the same command as everywhere on each GPU. The tasks are
+placed together or not at all. Ray starts no rank again by itself, and need not: where one fails all end, and
+this script starts them again, --resume going on from the newest checkpoint.
 """
 
 import socket

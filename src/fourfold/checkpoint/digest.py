@@ -3,8 +3,10 @@
 [Note: sums of words] The digest of a piece is the sum of its 32-bit words, each times an odd number that
 belongs to its place, modulo 2^64. So it can be taken part by part, in any order, by any ranks, and added up:
 who loads on another layout than the one that saved reads only what it owns, and still every byte is checked.
-An odd factor has an inverse: a change within one word always changes the digest; any other change passes
-with a chance of about 2^-64. It finds damage, not malice.
+An odd factor has an inverse: a change within one word always changes the digest. Any other change passes with
+a chance of about 2^-64, or more where only high bits of words differ, which low bits of the factors do not
+reach: about 2^-32 where two words that differ in the top bit alone change places. It finds damage, not
+malice.
 """
 
 from functools import cache
