@@ -31,8 +31,8 @@ lint: .venv/ready ## ruff and mypy
 fuzz: .venv/ready ## random layouts of random models against one process, for ten minutes: SEED=0 SECONDS=600
 	$(BIN)/python -m tests.fuzz --seed $(or $(SEED),0) --seconds $(or $(SECONDS),600)
 
-chaos: .venv/ready ## kill ranks of runs at random, compare with undisturbed ones, for ten minutes: SEED=0 SECONDS=600
-	$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --seconds $(or $(SECONDS),600)
+chaos: .venv/ready ## kill ranks of runs at random, compare with undisturbed ones, for ten minutes: SEED=0 SECONDS=600 KILLS=100
+	$(BIN)/python -m tests.chaos --seed $(or $(SEED),0) --seconds $(or $(SECONDS),600) $(if $(KILLS),--kills $(KILLS))
 
 bench: .venv/ready ## the side-by-side table: ours against PyTorch's own modules
 	$(BIN)/python benchmarks/run_all.py

@@ -1,4 +1,4 @@
-"""Runs whose ranks are killed at random moments, until the time is up: ``make chaos``.
+"""Runs whose ranks are killed at random moments, until the time or the kills are up: ``make chaos``.
 
 Each run trains a tiny model on a layout. Again and again one of its ranks is killed, at any moment, also
 while it saves; the run is started again with ``--resume`` and must go on from the newest checkpoint that was
@@ -195,17 +195,44 @@ def lines_of(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def metrics_of(run: Path) -> bytes:
+    """Return the metrics that are there, which may be none."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def start_problem(newest: int, told: str, *, has_moved: bool) -> str | None:
+    """Return what is wrong with where a start began, None where nothing is.
+
+    Args:
+        newest: the step of the newest checkpoint that was there; 0 for none.
+        told: what its rank 0 printed.
+        has_moved: whether it finished a step, or ended well: then it has told where it began.
+    """
+    begun = re.findall(r"going on after step (\d+)|beginning at step 1:", told)
+    if not begun:
+        return f"it did not say where it began, with a checkpoint of step {newest}" if has_moved else None
+    found = int(begun[0] or 0)
+    return f"it went on after step {found} with a checkpoint of step {newest}" if found != newest else None
+
+
 def disturbed(
-    folder: Path, layout: str, name: str, draw: random.Random, usual: float, deadline: float
+    folder: Path,
+    layout: str,
+    name: str,
+    draw: random.Random,
+    usual: float,
+    deadline: float,
+    most_kills: int,
 ) -> Outcome:
     """Run to the end with kills in between, of which there are none after the deadline."""
     outcome, run, log = Outcome(), folder / name, folder / f"{name}-0.log"
-    for attempt in range(MOST_KILLS + 1):
+    for attempt in range(most_kills + 1):
         newest = max(complete(run), default=0)
         told = log.stat().st_size if log.exists() else 0
-        left_over = unfinished(run)
+        left_over, before = unfinished(run), metrics_of(run)
         pids = start(folder, layout, name)
-        if attempt < MOST_KILLS and time.monotonic() < deadline:
+        if attempt < most_kills and time.monotonic() < deadline:
             wait_for_the_moment(draw, run, pids, usual)
             victim, saving = draw.choice(sorted(pids)), bool(unfinished(run) - left_over)
             os.kill(pids[victim], signal.SIGKILL)  # it is there, if only to be waited for
@@ -218,12 +245,14 @@ def disturbed(
             if any(statuses.values()) or None in statuses.values():
                 outcome.wrong.append(f"an undisturbed start ended with {statuses}")
                 break
-        went_on = re.findall(r"going on after step (\d+)", log.read_text()[told:])
-        if went_on and int(went_on[0]) != newest:
-            outcome.wrong.append(f"it went on after step {went_on[0]} with a checkpoint of step {newest}")
+        ended_well = all(status == 0 for status in statuses.values())
+        # What was there and is only shorter now was cut to the checkpoint, perhaps before a word of it.
+        has_moved = ended_well or not before.startswith(metrics_of(run))
+        if problem := start_problem(newest, log.read_text()[told:], has_moved=has_moved):
+            outcome.wrong.append(problem)
         if newest > max(complete(run), default=0):
             outcome.wrong.append(f"the checkpoint of step {newest} is gone")
-        if all(status == 0 for status in statuses.values()):
+        if ended_well:
             break
     return outcome
 
@@ -239,10 +268,11 @@ def check(folder: Path, name: str, whole: str) -> list[str]:
 
 
 def main() -> int:
-    """Run until the time is up and return the exit status: 1 where something was wrong."""
+    """Run until the time or the kills are up and return the exit status: 1 where something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--seconds", type=float, default=600.0, help="nothing is killed later than this")
+    parser.add_argument("--kills", type=int, default=sys.maxsize, help="no more than so many are killed")
     chosen = parser.parse_args()
     _import_all()
     began, draw, failed = time.monotonic(), random.Random(chosen.seed), 0
@@ -253,7 +283,7 @@ def main() -> int:
     os.environ["FOURFOLD_CACHE"] = str(folder / "cache")
     (folder / "run.toml").write_text(RUN)
     (folder / "corpus.txt").write_text("def main(): return 1\n" * 400)
-    while time.monotonic() - began < chosen.seconds:
+    while time.monotonic() - began < chosen.seconds and kills.total() < chosen.kills:
         layout = LAYOUTS[(chosen.seed + runs) % len(LAYOUTS)]
         whole, name = f"whole-{layout}", f"run-{runs}"
         if layout not in usual:
@@ -263,7 +293,8 @@ def main() -> int:
             good = all(status == 0 for status in statuses.values())
             assert good, (folder / f"{whole}-0.log").read_text()
         deadline = began + chosen.seconds
-        outcome = disturbed(folder, layout, name, draw, usual[layout], deadline)
+        most_kills = min(MOST_KILLS, chosen.kills - kills.total())
+        outcome = disturbed(folder, layout, name, draw, usual[layout], deadline, most_kills)
         wrong = outcome.wrong or check(folder, name, whole)
         runs += 1
         kills[layout] += outcome.kills

@@ -196,3 +196,29 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path):
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])
 def test_clock_time(seconds: float, text: str):
     assert clock_time(seconds) == text
+
+
+def test_a_run_that_begins_anew_keeps_the_metrics_of_before(tmp_path: Path):
+    with reporter(tmp_path) as report:
+        report.go_on(0)
+        report(step(1))
+    assert shown(report).startswith(f"beginning at step 1: no checkpoint in {tmp_path}\n")
+    before = lines(tmp_path)
+    for number in (1, 2):
+        with reporter(tmp_path) as report:
+            report.go_on(0)
+            report(step(1, loss=number))
+        assert (
+            shown(report)
+            .replace("\n", "")
+            .startswith(
+                f"beginning at step 1: no checkpoint in {tmp_path}; the metrics of before are kept as "
+                f"metrics.jsonl.{number}"
+            )
+        )
+        assert [line["loss"] for line in lines(tmp_path)] == [number]
+    assert [json.loads((tmp_path / "metrics.jsonl.1").read_text())] == before
+    with reporter(tmp_path) as report:
+        report.go_on(1)
+    assert shown(report) == "going on after step 1\n"
+    assert [line["loss"] for line in lines(tmp_path)] == [2]

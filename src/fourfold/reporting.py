@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -157,8 +158,11 @@ class Reporter:
     def go_on(self, start: int) -> None:
         """Take back what the metrics have of later steps than ``start``; the curves go on from the rest.
 
-        A line that was cut off when the run ended goes too.
+        A line that was cut off when the run ended goes too. Where a run begins anew, the metrics of before
+        are kept in a file of their own.
         """
+        if not start:
+            return self._begin_anew()
         kept = 0
         with writing(self._path):
             for line in self._path.read_bytes().splitlines(keepends=True):
@@ -179,8 +183,19 @@ class Reporter:
                 elif "loss" in values:
                     self.steps.append({**values, "loss": float(values["loss"])})
             os.truncate(self._path, kept)
-        if start:
-            self.console.print(f"going on after step {start}")
+        self.console.print(f"going on after step {start}")
+
+    def _begin_anew(self) -> None:
+        told = f"beginning at step 1: no checkpoint in {self._path.parent}"
+        with writing(self._path):
+            if self._path.stat().st_size:
+                names = (self._path.with_name(f"{METRICS}.{number}") for number in count(1))
+                earlier = next(path for path in names if not path.exists())
+                self._path.rename(earlier)
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+                told = f"{told}; the metrics of before are kept as {earlier.name}"
+        self.console.print(told)
 
     def of_peak(self, flops: int | None, seconds: float) -> float | None:
         """Return FLOPs over what the peak would do in that time: MFU or HFU. None where either is unknown."""
