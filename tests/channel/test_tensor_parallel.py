@@ -306,3 +306,48 @@ def test_what_entered_a_branch_is_gathered_again(ranks: RankPool) -> None:
         assert kept == 0
         assert torch.equal(of_stream, found_of_stream)
         assert all(torch.equal(gradients[name], found[name]) for name in gradients)
+
+
+class SequenceFirst(nn.Module):
+    """A branch that keeps transposed views and a slice of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x_BSC: Tensor, scale: float = 1) -> Tensor:
+        x_SBC = x_BSC.transpose(0, 1)
+        h_SBC = nn.functional.silu(x_SBC) * x_SBC[:1].exp() + x_BSC[1:].square().transpose(0, 1)
+        return scale * self.down(self.up(h_SBC).tanh()).transpose(0, 1)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(4), SequenceFirst()
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return x_BSC + self.branch(self.norm(x_BSC))
+
+
+RESIDUAL_PLAN = Plan({"branch": Branch({"up": Columns()}, rows=("down",))})
+
+
+def residual_on_a_rank(net: Residual, x_BSC: Tensor, regather: bool) -> dict[str, Tensor]:
+    """The whole gradients of the sum of the output's squares, with the stream cut."""
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    net = copy.deepcopy(net)
+    parallel = tensor_parallel_(net, RESIDUAL_PLAN, mesh.tp, sequence_parallel=True, regather=regather)
+    net(x_BSC.chunk(mesh.tp.size, 1)[mesh.tp.rank]).square().sum().backward()
+    return summed_and_whole(parallel, {n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("regather", [False, True])
+def test_a_branch_may_keep_views_of_what_entered(ranks: RankPool, regather: bool) -> None:
+    """Transposed ones and slices: each is taken from the same place of what is gathered again."""
+    torch.manual_seed(0)
+    net, x_BSC = Residual().double(), torch.randn(2, 8, 4, dtype=torch.float64)
+    net(x_BSC).square().sum().backward()
+    for gradients in ranks(2, residual_on_a_rank, net, x_BSC, regather):
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)

@@ -14,9 +14,12 @@ import torch
 from torch import Size, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+View = tuple[Size, tuple[int, ...], int]
+"""Shape, strides and offset: where a view, transposed or not, lies in what entered."""
+
 
 class Entered:
-    """What entered a branch once, which the tape of the branch holds as its shape alone.
+    """What entered a branch once, of which the tape of the branch holds the places of its views alone.
 
     The first use in the backward gathers, and the last one drops. A branch that writes into its input is an
     AssertionError.
@@ -33,25 +36,25 @@ class Entered:
     @contextmanager
     def not_kept(self, whole: Tensor) -> Iterator[None]:
         """Keep no view of ``whole`` for the backward inside; all else is kept."""
-        place, size, version = whole.untyped_storage().data_ptr(), whole.numel(), whole._version
+        place, dtype, version = whole.untyped_storage().data_ptr(), whole.dtype, whole._version
 
-        def pack(kept: Tensor) -> Tensor | Size:  # the tape holds this function, so it must not hold `whole`
-            if kept.untyped_storage().data_ptr() != place or kept.numel() != size:
+        def pack(kept: Tensor) -> Tensor | View:  # the tape holds this function, so it must not hold `whole`
+            if kept.untyped_storage().data_ptr() != place or kept.dtype != dtype:
                 return kept
             self._uses += 1
-            return kept.shape
+            return kept.shape, kept.stride(), int(kept.storage_offset())
 
         with saved_tensors_hooks(pack, self._unpack):
             yield
         assert whole._version == version, "a branch wrote into its input, which is to be gathered again"
 
-    def _unpack(self, kept: Tensor | Size) -> Tensor:
+    def _unpack(self, kept: Tensor | View) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         whole = self._gather() if self._again is None else self._again
         self._uses -= 1
         self._again = whole if self._uses else None
-        return whole.view(kept)
+        return whole.as_strided(*kept)
 
 
 def gathered_again(forward: Callable[..., Any], enter: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
