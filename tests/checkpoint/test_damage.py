@@ -26,6 +26,7 @@ from tests.checkpoint.trainers import SIZES, SPEC, differing, fill_, run_spec, t
 from tests.ranks import RankPool
 
 FILES = about_files(SPEC, ByteTokenizer())
+RANK_FILES = ["rank-00000.safetensors", "rank-00001.safetensors"]
 EXPECTED_RUN = {"seed": 0, "data.sequence_length": 16}
 
 
@@ -40,19 +41,35 @@ def trainer() -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def original(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of one run, of steps 3 and 4."""
+def original(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of one run of two ranks, of steps 3 and 4."""
     checkpoints = tmp_path_factory.mktemp("original")
-    for step in (3, 4):
-        saved(trainer, checkpoints, step)
+    ranks(2, save_two, str(checkpoints))
     return checkpoints
+
+
+def save_two(checkpoints: str) -> None:
+    trainer = trainer_of(run_spec("fsdp2", pieces="flat"))
+    for step in (3, 4):
+        saved(trainer, Path(checkpoints), step)
+
+
+def checksum(content: dict[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def sign(path: Path, content: dict[str, Any]) -> None:
     """Write a manifest with the right checksum, whatever is in it."""
-    content.pop("sha256", None)
-    text = json.dumps(content, sort_keys=True)
-    path.write_text(json.dumps({**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    path.write_text(json.dumps({**content, "sha256": checksum(content)}))
+
+
+def is_signed(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return content.get("sha256") == checksum(content)
 
 
 def truncate(path: Path, rng: random.Random, _: Path) -> None:
@@ -81,7 +98,15 @@ def delete(path: Path, rng: random.Random, _: Path) -> None:
 
 
 def swap(path: Path, rng: random.Random, other: Path) -> None:
-    shutil.copy(other / path.name, path)
+    """The file of another checkpoint, or that of another rank."""
+    if path.name in RANK_FILES and rng.random() < 0.5:
+        theirs = path.with_name(RANK_FILES[1 - RANK_FILES.index(path.name)])
+        mine = path.read_bytes()
+        shutil.copy(theirs, path)
+        if rng.random() < 0.5:
+            theirs.write_bytes(mine)  # they change places
+    else:
+        shutil.copy(other / path.name, path)
 
 
 def exchange(path: Path, rng: random.Random, _: Path) -> None:
@@ -96,11 +121,12 @@ def exchange(path: Path, rng: random.Random, _: Path) -> None:
 
 
 def edit(path: Path, rng: random.Random, _: Path) -> None:
-    """Change one number of the manifest, and keep it valid JSON."""
-    path = path.parent / MANIFEST
+    """Change one number of the manifest, and keep it valid JSON; half of them are signed anew."""
     content = json.loads(path.read_text())
+    is_signed = rng.random() < 0.5
     piece = rng.choice(content["pieces"])
-    key = rng.choice(["step", "updates", "offset", "digest", "stripes", "shape", "file", "version"])
+    keys = ["step", "offset", "digest", "stripes", "shape", "file", "version"]
+    key = rng.choice(keys if is_signed else [*keys, "updates"])  # any number of updates can be right
     if key in ("step", "updates", "version"):
         content[key] += 1
     elif key == "shape":
@@ -111,7 +137,10 @@ def edit(path: Path, rng: random.Random, _: Path) -> None:
         piece["file"] = "config.json"
     else:
         piece[key] = piece[key] + 4 if key == "offset" else piece[key][::-1]
-    path.write_text(json.dumps(content))
+    if is_signed:
+        sign(path, content)
+    else:
+        path.write_text(json.dumps(content))
 
 
 WAYS: list[Callable[[Path, random.Random, Path], None]]
@@ -123,24 +152,29 @@ def test_damage_is_found_and_named(
     way: Callable[[Path, random.Random, Path], None], trainer: Trainer, original: Path, tmp_path: Path
 ):
     """25 each: 200 in all."""
-    rng = random.Random(way.__name__)
-    for number in range(25):
-        checkpoints = tmp_path / str(number)
-        shutil.copytree(original, checkpoints)
+    rng, found = random.Random(way.__name__), 0
+    for _ in range(50):
+        if found == 25:
+            break
+        checkpoints = tmp_path / str(found)
+        shutil.copytree(original, checkpoints, dirs_exist_ok=True)
         newest = checkpoints / "step-000004"
         names = sorted(path.name for path in newest.iterdir())
         if way in (zero, exchange):
-            names = ["rank-00000.safetensors"]  # the others are smaller, or in no fixed order
+            names = RANK_FILES  # the others are smaller, or in no fixed order
         if way is swap:
             names.remove("config.json")  # it is the same in both
         name = MANIFEST if way is edit else rng.choice(names)
         before = (newest / name).read_bytes()
         way(newest / name, rng, checkpoints / "step-000003")
         if (newest / name).exists() and (newest / name).read_bytes() == before:
-            continue  # zeros where there were zeros
+            continue  # zeros where there were zeros: another draw
+        signed = is_signed(newest / MANIFEST)
         with pytest.raises(Damaged) as caught:
             load_(trainer.parallel, trainer.update, newest, run=EXPECTED_RUN)
-        assert any(name in message for message in caught.value.messages) or (way, name) == (swap, MANIFEST)
+        # A manifest that is signed is good by itself: it is the checkpoint that is wrong.
+        named = newest.name if name == MANIFEST and signed else name
+        assert any(named in message for message in caught.value.messages)
         told: list[str] = []
         assert (
             load_newest_(trainer.parallel, trainer.update, checkpoints, run=EXPECTED_RUN, tell=told.append)
@@ -151,6 +185,8 @@ def test_damage_is_found_and_named(
         assert "going back to the checkpoint before" in told[0]
         assert (checkpoints / "step-000004.broken-1").is_dir()
         shutil.rmtree(checkpoints)
+        found += 1
+    assert found == 25, "almost every draw changes something"
 
 
 def test_all_is_looked_at_before_a_byte_is_read(trainer: Trainer, original: Path, tmp_path: Path):
