@@ -15,6 +15,7 @@ from fourfold.flops import (
     row_pairs,
 )
 from fourfold.layer.schedules import gpipe
+from fourfold.program.actions import Action, Kind
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.specs import PRESETS, Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
@@ -43,6 +44,14 @@ def test_embedding_is_no_matmul_and_the_head_is_one_tied_or_not():
 def test_grouped_heads_shrink_only_the_projections():
     assert model_flops_per_token(MODEL, S) == 838_385_664
     assert model_flops_per_token(MODEL.replace({"num_key_value_heads": 16}), S) == 913_883_136
+
+
+def test_attention_alone_computed_again():
+    # MFU-07: HFU FLOPs a token with selective recomputation of attention's core.
+    linear = {name.split(".")[-2] for name, shape in MODEL.layer_shapes().items() if len(shape) == 2}
+    work = StepWork(MODEL, Layout(), [["layer.0"]], [((S,),)], 2, keeps=frozenset(linear))
+    again = work.of_action(Action(Kind.RECOMPUTE, 0, 0)).recomputed
+    assert model_flops_per_token(MODEL, S) + 8 * again / S == 871_956_480
 
 
 def test_sliding_window_is_exact():
