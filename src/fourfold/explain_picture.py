@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.explain import Explanation
 from fourfold.memory import Category
-from fourfold.program.actions import Kind
-from fourfold.program.clock import Times, clock
+from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.program.draw import COLOURS, on_row
 from fourfold.run_folder import writing
 
@@ -63,23 +62,37 @@ def _draw_memory(axes: "Axes", found: Explanation) -> None:
 
 
 def _draw_schedule(axes: "Axes", found: Explanation) -> None:
-    order = found.outline.order
-    timeline = clock(order, Times().of(order))
+    """Draw the timeline whose bubble is told. What follows at once for the same microbatch is one bar."""
+    timeline, ranks = found.timeline, found.step.layout.pp
     lanes: dict[tuple[int, Kind], list[tuple[float, float]]] = {}
+    bars: dict[int, list[tuple[Action, float, float]]] = {}
     for span in timeline.spans:
-        length = span.end_seconds - span.start_seconds
-        lanes.setdefault((span.rank, span.action.kind), []).append((span.start_seconds, length))
-        if length > timeline.seconds * 0.02 and len(order.ranks) <= 16:
-            where = span.start_seconds + length / 2, span.rank
-            axes.text(*where, on_row(span.action), ha="center", va="center", fontsize=5.5, color="white")
+        if span.action.kind in COMPUTE and span.end_seconds > span.start_seconds:
+            row, action, start = bars.setdefault(span.rank, []), span.action, span.start_seconds
+            if row and row[-1][2] == start and _alike(row[-1][0], action):
+                action, start, _ = row.pop()
+            row.append((action, start, span.end_seconds))
+    for rank, row in bars.items():
+        for action, start, end in row:
+            lanes.setdefault((rank, action.kind), []).append((start, end - start))
+            if end - start > timeline.seconds * 0.02 and ranks <= 16:
+                where = start + (end - start) / 2, rank
+                axes.text(*where, on_row(action), ha="center", va="center", fontsize=5.5, color="white")
     for (rank, kind), spans in lanes.items():
+        edges = [0.3 if length > timeline.seconds * 0.005 else 0.0 for _, length in spans]
         axes.broken_barh(
-            spans, (rank - 0.42, 0.84), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.3
+            spans, (rank - 0.42, 0.84), facecolors=COLOURS[kind], edgecolor="white", linewidths=edges
         )
-    axes.set_ylim(len(order.ranks) - 0.4, -0.6)
+    axes.set_ylim(ranks - 0.4, -0.6)
     axes.set_xlim(0, timeline.seconds)
     axes.set_ylabel("pipeline rank")
+    axes.set_xticks([])
     axes.set_xlabel(
-        "time in forwards of a rank's layers, if a backward takes two and a message none", fontsize=8
+        f"time, if an action takes as long as its FLOPs and a message none: bubble {timeline.bubble:.1%}",
+        fontsize=8,
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _alike(one: Action, other: Action) -> bool:
+    return (one.kind, one.microbatch) == (other.kind, other.microbatch)
