@@ -47,6 +47,8 @@ def test_the_flops_of_the_largest_model(largest: Explanation) -> None:
     tokens = 2048 * 8192
     assert largest.model_flops / tokens / 1e9 == pytest.approx(2523.96, rel=1e-4)
     assert largest.executed_flops > largest.model_flops
+    pairs = 126 * 3 * 4 * 128 * 128  # FLOPs of one, in all layers, there and back
+    assert largest.model_flops_square - largest.model_flops == 2048 * pairs * (8192 * 8191 // 2)
 
 
 def test_what_is_in_flight_and_what_it_costs(largest: Explanation) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
+from fourfold.flops import model_flops
 from fourfold.layer.transfers import arrivals
 from fourfold.memory import Category
 from fourfold.outline import ITEMSIZES, Outline, Step, master_dtype, outline
@@ -133,6 +134,14 @@ class Explanation:
         return sum(of_rank.model for of_rank in self.flops) * self.step.layout.size("dp", "fsdp")
 
     @property
+    def model_flops_square(self) -> int:
+        """The same with attention as if nothing were causal; see `fourfold.flops`."""
+        step = self.step
+        return model_flops(
+            step.spec, batch=step.batch, sequence_length=step.sequence_length, convention="square"
+        )
+
+    @property
     def executed_flops(self) -> int:
         """What is computed for the whole batch, on all ranks together; see `fourfold.step_flops`."""
         return sum(of_rank.executed for of_rank in self.flops) * self.step.layout.size("dp", "fsdp")
@@ -200,7 +209,9 @@ class Explanation:
             "recompute": str(step.recompute),
             "device_type": self.device_type,
             "flops": {
+                "convention": "pairs",
                 "model": self.model_flops,
+                "model_square": self.model_flops_square,
                 "executed": self.executed_flops,
                 "model_per_token": self.model_flops / (step.batch * step.sequence_length),
             },

@@ -97,6 +97,8 @@ def _flops(found: "Explanation") -> str:
     return (
         f"FLOPs of a step: the model's {model:.6g} ({model / tokens / 1e9:.6g} GFLOP a token), "
         f"executed {executed:.6g}{f': {others} more' if others else ''}\n"
+        "attention counts the pairs of query and key that see each other; the model's with all pairs: "
+        f"{found.model_flops_square:.6g}\n"
         f"a rank executes {min(each):.4g} to {max(each):.4g}\n"
         f"bubble {found.timeline.bubble:.1%}, if an action takes as long as its FLOPs and a message no time; "
         "MFU and HFU need a time, and none is known"
