@@ -314,7 +314,7 @@ class SequenceFirst(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
 
-    def forward(self, x_BSC: Tensor, scale: float = 1) -> Tensor:
+    def forward(self, x_BSC: Tensor, scale: Tensor) -> Tensor:
         x_SBC = x_BSC.transpose(0, 1)
         h_SBC = nn.functional.silu(x_SBC) * x_SBC[:1].exp() + x_BSC[1:].square().transpose(0, 1)
         return scale * self.down(self.up(h_SBC).tanh()).transpose(0, 1)
@@ -326,27 +326,36 @@ class Residual(nn.Module):
         self.norm, self.branch = nn.LayerNorm(4), SequenceFirst()
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        return x_BSC + self.branch(self.norm(x_BSC))
+        return x_BSC + self.branch(scale=torch.full_like(x_BSC[0, 0, 0], 0.5), x_BSC=self.norm(x_BSC))
 
 
 RESIDUAL_PLAN = Plan({"branch": Branch({"up": Columns()}, rows=("down",))})
 
 
-def residual_on_a_rank(net: Residual, x_BSC: Tensor, regather: bool) -> dict[str, Tensor]:
-    """The whole gradients of the sum of the output's squares, with the stream cut."""
+def residual_on_a_rank(net: Residual, x_BSC: Tensor, cut_stream: bool, regather: bool) -> dict[str, Tensor]:
+    """The whole gradients of the sum of the output's squares."""
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     net = copy.deepcopy(net)
-    parallel = tensor_parallel_(net, RESIDUAL_PLAN, mesh.tp, sequence_parallel=True, regather=regather)
-    net(x_BSC.chunk(mesh.tp.size, 1)[mesh.tp.rank]).square().sum().backward()
+    parallel = tensor_parallel_(net, RESIDUAL_PLAN, mesh.tp, sequence_parallel=cut_stream, regather=regather)
+    net(x_BSC.chunk(mesh.tp.size, 1)[mesh.tp.rank] if cut_stream else x_BSC).square().sum().backward()
     return summed_and_whole(parallel, {n: p.grad for n, p in net.named_parameters() if p.grad is not None})
 
 
-@pytest.mark.parametrize("regather", [False, True])
-def test_a_branch_may_keep_views_of_what_entered(ranks: RankPool, regather: bool) -> None:
-    """Transposed ones and slices: each is taken from the same place of what is gathered again."""
+@pytest.mark.parametrize(("cut_stream", "regather"), [(False, False), (True, False), (True, True)])
+def test_a_branch_with_arguments_by_name_that_keeps_views(
+    ranks: RankPool, cut_stream: bool, regather: bool
+) -> None:
+    """The stream is found by its name, not its place, and views are taken of what is gathered again."""
     torch.manual_seed(0)
     net, x_BSC = Residual().double(), torch.randn(2, 8, 4, dtype=torch.float64)
     net(x_BSC).square().sum().backward()
-    for gradients in ranks(2, residual_on_a_rank, net, x_BSC, regather):
+    for gradients in ranks(2, residual_on_a_rank, net, x_BSC, cut_stream, regather):
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_branch_without_its_stream_is_refused() -> None:
+    net = Residual()
+    tensor_parallel_(net, RESIDUAL_PLAN, Mesh(Layout()).tp, sequence_parallel=False)
+    with pytest.raises(UserError, match="a branch got no 'x_BSC', its first argument and the stream, but y"):
+        net.branch(y=torch.zeros(1, 2, 4))

@@ -6,13 +6,16 @@ these are (B, S, C) a branch, as without sequence parallelism. Dropped and gathe
 kept, for one more all_gather a branch in the backward (Korthikanti et al. 2022, 4.2.2).
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from fourfold.errors import UserError
 
 View = tuple[Size, tuple[int, ...], int]
 """Shape, strides and offset: where a view, transposed or not, lies in what entered."""
@@ -57,26 +60,46 @@ class Entered:
         return whole.as_strided(*kept)
 
 
-def gathered_again(forward: Callable[..., Any], enter: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+def stream_name(module: nn.Module) -> str:
+    """The name of a branch's first argument, the stream, by which it may be passed in any order."""
+    return next(iter(inspect.signature(module.forward).parameters))
+
+
+def entered(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, enter: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor, Tensor]:
+    """What a branch is called with once its stream, the argument ``name``, has entered; before it, and after.
+
+    Raises UserError where it is called without one.
+    """
+    if args:
+        whole = enter(args[0])
+        return (whole, *args[1:]), kwargs, args[0], whole
+    if name not in kwargs:
+        others = ", ".join(kwargs) or "nothing"
+        raise UserError(f"a branch got no '{name}', its first argument and the stream, but {others}")
+    whole = enter(kwargs[name])
+    return args, kwargs | {name: whole}, kwargs[name], whole
+
+
+def gathered_again(module: nn.Module, enter: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Return the forward of a branch whose first argument, of this rank's tokens, enters it.
 
     Args:
-        forward: of the branch.
+        module: the branch.
         enter: gives the stream of all tokens.
     """
+    forward, name = module.forward, stream_name(module)
 
     def entering(*args: Any, **kwargs: Any) -> Any:
-        name = None if args else next(iter(kwargs))
-        stream = args[0] if name is None else kwargs[name]
-        own, whole = stream.detach(), enter(stream)
+        args, kwargs, stream, whole = entered(args, kwargs, name, enter)
+        own = stream.detach()
 
         @torch.no_grad()
         def gather() -> Tensor:
             return enter(own)
 
         with Entered(gather).not_kept(whole):
-            if name is None:
-                return forward(whole, *args[1:], **kwargs)
-            return forward(**kwargs | {name: whole})
+            return forward(*args, **kwargs)
 
     return entering

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
 from fourfold.channel.parts import part
 from fourfold.channel.plans import Branch, Plan
-from fourfold.channel.regather import gathered_again
+from fourfold.channel.regather import entered, gathered_again, stream_name
 from fourfold.channel.vocabulary import look_up_own_rows_
 from fourfold.collectives.differentiable import all_gather, copy_to, reduce_from, reduce_scatter
 from fourfold.errors import UserError, nearest
@@ -196,7 +196,7 @@ def _cuts(model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool) 
 def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, transposed: bool) -> None:
     """Put the two collectives around a branch, and the row-wise biases behind the second one."""
     if parallel.regather and parallel.sequence_parallel:
-        module.forward = gathered_again(module.forward, parallel.enter)
+        module.forward = gathered_again(module, parallel.enter)
     else:
         _enter_at_(module, parallel)
     rows = [module.get_submodule(name) for name in branch.rows]
@@ -229,10 +229,9 @@ def _product(row: nn.Module, transposed: bool, x: Tensor) -> Tensor:
 def _enter_at_(module: nn.Module, parallel: TensorParallel) -> None:
     """Let the stream, the first argument of ``module``, enter there."""
 
+    name = stream_name(module)
+
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if args:
-            return (parallel.enter(args[0]), *args[1:]), kwargs
-        name, stream = next(iter(kwargs.items()))
-        return args, kwargs | {name: parallel.enter(stream)}
+        return entered(args, kwargs, name, parallel.enter)[:2]
 
     module.register_forward_pre_hook(before, with_kwargs=True)
