@@ -159,6 +159,30 @@ def test_every_kind_of_model(ranks: RankPool, layout: str, change: dict[str, obj
         assert sum(predicted.values()) == pytest.approx(sum(counted.values()), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype", "recompute"),
+    [
+        ("tiny", "dp1", "float32", "selective"),
+        ("tiny", "pp2:zb-h1", "float32", "full"),
+        ("tiny-qwen3", "pp2:zb-h1", "bfloat16", "selective"),
+    ],
+)
+def test_heads_wider_than_the_stream(
+    ranks: RankPool, name: str, layout: str, dtype: str, recompute: str
+) -> None:
+    """Then most is held where attention, or the norm of its queries, goes back. To some numbers of a row."""
+    step = step_of(layout, dtype, 4, recompute, ModelSpec.preset(name))
+    assert step.spec.num_attention_heads * step.spec.head_dim == 4 * step.spec.hidden_size
+    for counted, predicted in ranks(step.layout.world_size, held, step):
+        assert 0 <= sum(counted.values()) - sum(predicted.values()) <= 256
+
+
+def test_deferred_gradients_of_logits_are_logits(ranks: RankPool) -> None:
+    step = step_of("pp2:zb-h1", "float32", 4, "full", ModelSpec.preset("tiny"))
+    _, (counted, predicted) = ranks(2, held, step)
+    assert counted[Category.LOGITS] == predicted[Category.LOGITS] > 0
+
+
 def test_muon_keeps_one_moment_of_matrices(ranks: RankPool) -> None:
     step = replace(step_of("fsdp2", "float32", 1, "none"), optimizer="muon")
     for counted, predicted in ranks(2, held, step):

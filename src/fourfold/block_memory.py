@@ -36,11 +36,13 @@ class BlockMemory:
         logits: of those that it keeps.
         kept: of what a forward that is to run again leaves beside its input.
         deferred: of what linear layers need for their weight gradients, once the rest of the tape is gone.
+        deferred_logits: of the logits' gradients among it, which count as logits.
         forward: at most beside its input while it runs and keeps its tape, logits apart.
         evaluate: the same while it keeps nothing.
         loss: at most of logits and what the loss makes of them, while it runs.
         backward: at most beside its tape and its output's gradient while it goes back.
         halves: the same where weight gradients come later.
+        product: of its largest weight gradient before that is added up, where it is in another dtype.
     """
 
     input: int
@@ -48,11 +50,13 @@ class BlockMemory:
     logits: int
     kept: int
     deferred: int
+    deferred_logits: int
     forward: int
     evaluate: int
     loss: int
     backward: int
     halves: int
+    product: int
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ class BlockSizes:
     def embed(self) -> BlockMemory:
         """The embedding: where its rows are cut, it keeps which ids are its own."""
         tape = self.tokens * (8 + 1) if self.tp > 1 else 0
-        return BlockMemory(0, tape, 0, 0, 0, tape + self.entered, self.entered, 0, 0, 0)
+        return BlockMemory(0, tape, 0, 0, 0, 0, tape + self.entered, self.entered, 0, 0, 0, 0)
 
     def layer(self) -> BlockMemory:
         """A layer. Most is held where the product of the feed-forward is made, or goes back."""
@@ -217,7 +221,15 @@ class BlockSizes:
         product = self._weight_product(self.spec.hidden_size * (self.spec.intermediate_size // self.tp))
         gathered = self.entered if self.sequence_parallel else 0
         gathered += self.gathered_twice
-        backward = gathered + max(2 * self.inner, self.inner + product, gathered if self.rows > 1 else 0)
+        attention, normed = self._attention_going_back()
+        of_branch = 3 * self.inner + entered  # gone before attention goes back, if not deferred
+        backward = gathered + max(
+            2 * self.inner,
+            self.inner + product,
+            gathered if self.rows > 1 else 0,
+            attention - of_branch,
+            normed - of_branch - self.queries,
+        )
         deferred = 2 * self.entered + 2 * self.queries + self.keys + 3 * self.inner
         deferred += 2 * self.entered
         forward = tape + leaving + self.gathered_twice
@@ -227,12 +239,36 @@ class BlockSizes:
             logits=0,
             kept=self._kept(),
             deferred=deferred,
+            deferred_logits=0,
             forward=forward,
-            evaluate=forward if self.keeps else evaluate + leaving,
+            evaluate=forward + self._kept_beside_tape() if self.keeps else evaluate + leaving,
             loss=0,
             backward=backward,
-            halves=max(gathered + 3 * self.inner, 2 * gathered + 3 * self.entered),
+            halves=max(gathered + max(3 * self.inner, attention, normed), 2 * gathered + 3 * self.entered),
+            product=product,
         )
+
+    def _attention_going_back(self) -> tuple[int, int]:
+        """Bytes beside the tape when attention's kernel goes back, and when the norm of the queries does.
+
+        The feed-forward is behind them: the stream between the branches and its norm's numbers are gone, and
+        the stream's gradient is there. The kernel reads its output's gradient and makes those of q, k and v.
+        Later, what it read is gone. On a CPU a norm goes back in float32 or higher.
+        """
+        kernel = 2 * self.queries + self.keys - self.norm_numbers
+        if not self.spec.qk_norm:
+            return kernel, 0
+        numbers = self.tokens * self.high
+        norm = self.queries - self.norm_numbers - self.keys // 2 - numbers * self.kv_heads
+        if self.device_type == "cpu":
+            norm += 2 * self.queries * self.high // self.itemsize
+        return kernel, norm
+
+    def _kept_beside_tape(self) -> int:
+        """Bytes of the results by name that are not on the tape as well, while a forward keeps both."""
+        rotated = {} if self.spec.qk_norm else {"q_proj": self.queries, "k_proj": self.keys // 2}
+        sizes = rotated | {"o_proj": self.entered, "sum": self.stream}
+        return sum(nbytes for name, nbytes in sizes.items() if name in self.keeps)
 
     def _kept(self) -> int:
         """Bytes of the results by name that stay; see `fourfold.specs.recompute_name`."""
@@ -268,12 +304,14 @@ class BlockSizes:
             tape=tape,
             logits=logits,
             kept=0,
-            deferred=self.entered + self.tokens * vocabulary * self.itemsize,
+            deferred=self.entered,
+            deferred_logits=self.tokens * vocabulary * self.itemsize,
             forward=tape - self.stream,
             evaluate=self.entered,
             loss=logits + work,
             backward=self.entered + max(product, gathered),
             halves=self.entered + gathered,
+            product=product,
         )
 
     def _weight_product(self, elements: int) -> int:

@@ -199,7 +199,7 @@ class _Walk:
             carried = following.input if following else 0
             self._moment(carried - gone + (block.halves if halved else block.backward), -gone_logits)
             gone += block.tape - (block.deferred if halved else 0)
-            gone_logits += block.logits
+            gone_logits += block.logits - (block.deferred_logits if halved else 0)
         tape, logits = self._tapes.pop(place)
         if blocks[0].input:  # its gradient is there before the input is gone
             self._output_gradients[segment - 1, microbatch] = blocks[0].input
@@ -209,13 +209,16 @@ class _Walk:
         self._add(Category.ACTIVATIONS, -tape - self._output_gradients.pop(place))
         if halved:
             kept = sum(block.deferred for block in blocks)
-            self._tapes[place] = kept, 0
+            kept_logits = sum(block.deferred_logits for block in blocks)
+            self._tapes[place] = kept, kept_logits
             self._add(Category.ACTIVATIONS, kept)
+            self._add(Category.LOGITS, kept_logits)
 
     def _weight_gradient(self, action: Action) -> None:
         self._take_gradients(action.segment)
-        kept, _ = self._tapes.pop((action.segment, action.microbatch))
-        self._moment(max(block.backward for block in self._holdings.blocks[action.segment]) // 2)
+        kept, logits = self._tapes.pop((action.segment, action.microbatch))
+        self._moment(max(block.product for block in self._holdings.blocks[action.segment]))
+        self._add(Category.LOGITS, -logits)
         self._add(Category.ACTIVATIONS, -kept)
 
     def _take_gradients(self, segment: int) -> None:

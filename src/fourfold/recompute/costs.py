@@ -21,4 +21,5 @@ def decoder_blocks(sizes: BlockSizes) -> list[Block]:
 
 def _block(flops: int, memory: BlockMemory) -> Block:
     tape = memory.tape + memory.logits
-    return Block(flops, memory.input, tape, memory.deferred, memory.kept)
+    deferred = memory.deferred + memory.deferred_logits
+    return Block(flops, memory.input, tape, deferred, memory.kept)
