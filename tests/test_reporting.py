@@ -44,6 +44,7 @@ def reporter(folder: Path, *, terminal: bool = False, peak: float | None = 4e6, 
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
     rate = None if peak is None else Peak(peak, "test peak")
     report = Reporter(folder, run(**logging), peak=rate, ranks=4, console=console)
+    report.model_flops_square = 1_500_000
     report.flops = lambda step: StepFlops(model=10**6, recomputed=10**5, attention_again=10**4)
     return report
 
@@ -74,8 +75,10 @@ def test_every_step_and_evaluation_is_one_line(tmp_path: Path):
             "tokens_per_second": 2000.0,
             "tokens_per_second_per_device": 500.0,
             "model_flops": 10**6,
+            "model_flops_square": 1_500_000,
             "executed_flops": 1_110_000,
             "mfu": 0.5,
+            "mfu_square": 0.75,
             "hfu": 0.555,
             "seconds": 0.5,
             "memory_bytes": 3 * 10**9,

@@ -81,6 +81,8 @@ class Reporter:
         self.total_steps = run.training.steps
         self.flops: Callable[[int], StepFlops] | None = None
         """The FLOPs of a step, from 0; set once the model is there."""
+        self.model_flops_square: int | None = None
+        """The model's of any step with the convention ``square``, beside ours: see `fourfold.flops`."""
         self.peak = peak
         self.ranks = ranks
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -130,8 +132,10 @@ class Reporter:
             "tokens_per_second": report.tokens / report.seconds,
             "tokens_per_second_per_device": report.tokens / report.seconds / self.ranks,
             "model_flops": model_flops,
+            "model_flops_square": self.model_flops_square,
             "executed_flops": executed_flops,
             "mfu": self.of_peak(model_flops, report.seconds),
+            "mfu_square": self.of_peak(self.model_flops_square, report.seconds),
             "hfu": self.of_peak(executed_flops, report.seconds),
             "seconds": report.seconds,
             "memory_bytes": report.memory_bytes,

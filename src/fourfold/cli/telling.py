@@ -11,6 +11,7 @@ from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.data import PackedDataset, Prepared
 from fourfold.doctor import peak_of
 from fourfold.explain import explain
+from fourfold.flops import model_flops
 from fourfold.gauges import (
     Gauges,
     MemoryRow,
@@ -106,6 +107,12 @@ class Telling:
         documents = partial(data.documents, batch=self._run.training.batch)
         keeps = self._run.training.recompute.not_again(tp=self._mesh.tp.size)
         self._reporter.flops = RunFlops(model, documents, keeps=keeps)
+        self._reporter.model_flops_square = model_flops(
+            model.model.spec,
+            batch=self._run.training.batch,
+            sequence_length=self._run.data.sequence_length,
+            convention="square",
+        )
         if len(model.stages.blocks) > 1:
             self.line(stage_lines(model))
         if model.tensor_parallel is not None:
@@ -258,6 +265,8 @@ def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:
     share = "MFU -, HFU -"
     if mfu is not None and hfu is not None and reporter.peak is not None:
         share = f"MFU {mfu:.1%}, HFU {hfu:.1%} of the {reporter.peak.origin}"
+        if (square := reporter.median("mfu_square")) is not None:
+            share += f" (attention of pairs that see each other; MFU {square:.1%} with all pairs, square)"
     devices = f" ({middle / reporter.ranks:,.0f} on each of {reporter.ranks})" if reporter.ranks > 1 else ""
     reporter.console.print(f"median {middle:,.0f} tokens/s{devices}; {share}")
     names = sorted(path.name for path in folder.iterdir())
