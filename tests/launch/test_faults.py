@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps_of(run: Path) -> list[int]:
     """The numbers of the finished steps, in the order in which they stand in the metrics."""
     path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last may be half written
     return [line["step"] for line in map(json.loads, lines) if "loss" in line]
 
 
