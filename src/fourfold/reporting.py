@@ -91,21 +91,21 @@ class Reporter:
             # Without a buffer: each line is there at once, and closing has nothing left that could fail.
             self._file = self._path.open("ab", buffering=0)
         self._recent: deque[tuple[float, int, int | None]] = deque(maxlen=RECENT_STEPS)
-        self._live: Live | None = None
-        self._shown = -math.inf
+        self._line = LiveLine(None)
         self._loggers = _loggers(folder, run)
 
     def __enter__(self) -> "Reporter":
         if self.console.is_terminal:
-            self._live = Live(console=self.console, auto_refresh=False)
-            self._live.start()
+            live = Live(console=self.console, auto_refresh=False)
+            live.start()
+            self._line = LiveLine(live)
             # A killed process could not show the cursor again.
             self.console.show_cursor(True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._line.live is not None:
+            self._line.live.stop()
         for logger in self._loggers:
             logger.close()
         self._file.close()
@@ -224,26 +224,18 @@ class Reporter:
 
     def _show(self, report: StepReport) -> None:
         """Bring the live line up to date, or print a line when the last one is some seconds old."""
-        now = time.monotonic()
         at_an_end = report.step in (1, self.total_steps)
-        interval = LIVE_SECONDS if self._live is not None else PLAIN_SECONDS
-        if now - self._shown < interval and not at_an_end:
+        interval = LIVE_SECONDS if self._line.live is not None else PLAIN_SECONDS
+        if not (at_an_end or self._line.is_due(interval)):
             return
-        self._shown = now
         line = self.line(report)
-        if self._live is not None:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
+        self._line.show(line)
+        if self._line.live is None:
             self.console.print(line)
 
     def wait(self, what: str, done_bytes: int, total_bytes: int, seconds: float) -> None:
         """Show, on a terminal, how far something is that training waits for, once it takes long."""
-        now = time.monotonic()
-        if self._live is None or seconds < LONG_SECONDS or now - self._shown < LIVE_SECONDS:
-            return
-        self._shown = now
-        line = how_far(what, done_bytes, total_bytes, seconds)
-        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._line.wait(how_far(what, done_bytes, total_bytes, seconds), seconds)
 
     def line(self, report: StepReport) -> str:
         """Return the state of the run: rates over the last steps, everything else of this one."""
@@ -262,6 +254,29 @@ class Reporter:
                 f"{clock_time(left)} left",
             ]
         )
+
+
+class LiveLine:
+    """A line of the terminal that changes, not too often; ``live`` is None where there is no terminal."""
+
+    def __init__(self, live: Live | None):
+        self.live = live
+        self._shown = -math.inf
+
+    def is_due(self, interval: float) -> bool:
+        """Whether the last line is so many seconds old."""
+        return time.monotonic() - self._shown >= interval
+
+    def show(self, line: str) -> None:
+        """Show a line in place of the one before."""
+        self._shown = time.monotonic()
+        if self.live is not None:
+            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def wait(self, line: str, seconds: float) -> None:
+        """Show how far something is that has taken so many seconds, once that is long."""
+        if self.live is not None and seconds >= LONG_SECONDS and self.is_due(LIVE_SECONDS):
+            self.show(line)
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fourfold.cli.waiting as waiting_module
+from fourfold import reporting
 from fourfold.checkpoint import Saving, about_files, save
 from fourfold.cli import app
 from fourfold.cli.waiting import waiting
@@ -73,7 +74,7 @@ def test_commands_show_how_far_they_are(
 ):
     console = console_of(terminal=True)
     monkeypatch.setattr(waiting_module, "Console", lambda **_: console)
-    monkeypatch.setattr(waiting_module, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(reporting, "LONG_SECONDS", 0.0)
     spec = SPEC.replace({"vocab_size": 257})
     trainer = trainer_of(run_spec("dp1"), spec)
     saving = Saving(tmp_path / "checkpoints", {}, about_files(spec, ByteTokenizer()))

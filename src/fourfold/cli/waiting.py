@@ -1,40 +1,30 @@
 """How far a command is, on a line of the terminal that goes away again."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
-from fourfold.reporting import LIVE_SECONDS, LONG_SECONDS, clock_time, how_far
+from fourfold.reporting import LiveLine, clock_time, how_far
 
 
 class Waiting:
     """Shows how far something is, where there is a terminal and it takes long."""
 
     def __init__(self, live: Live | None):
-        self._live = live
-        self._shown = -LIVE_SECONDS
+        self._line = LiveLine(live)
 
     def bytes(self, what: str, done: int, total: int, seconds: float) -> None:
         """Show how many bytes are done, after so many seconds."""
-        self._show(seconds, how_far(what, done, total, seconds))
+        self._line.wait(how_far(what, done, total, seconds), seconds)
 
     def tokens(self, what: str, done: int, total: int, seconds: float) -> None:
         """Show how many tokens are there, after so many seconds."""
         rate = done / seconds if seconds else 0.0
         left = clock_time((total - done) / rate) if rate else "-"
         line = f"{what}: {done:,} of {total:,} tokens  {rate:,.1f} tokens/s  {left} left"
-        self._show(seconds, line)
-
-    def _show(self, seconds: float, line: str) -> None:
-        now = time.monotonic()
-        if self._live is None or seconds < LONG_SECONDS or now - self._shown < LIVE_SECONDS:
-            return
-        self._shown = now
-        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._line.wait(line, seconds)
 
 
 @contextmanager
