@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MAX_WORLD_SIZE = 8
 START_LIMIT_SECONDS = 120.0  # importing torch on a busy machine
@@ -216,13 +217,8 @@ def warm_context() -> ForkServerContext:
     # A whole suite imports transformers; the tests of one file mostly do not need to wait for it.
     theirs = ["transformers", *TRANSFORMERS] if "transformers" in sys.modules else []
     context.set_forkserver_preload([*SLOW_IMPORTS, *ours, *theirs])
-    before = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    try:
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"):
         forkserver.ensure_running()  # it keeps the environment of this moment
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     return context
 
 

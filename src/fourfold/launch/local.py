@@ -82,7 +82,8 @@ def run_on_local_ranks(
     UserError, or RunStopped. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to the ranks, which may save
     what they have; where they do not, or at the second one, all end. Raises KeyboardInterrupt for Ctrl-C.
     """
-    from fourfold.launch.processes import RESULT, Processes, passed_on, start_server
+    from fourfold.launch.processes import Processes, passed_on, start_server
+    from fourfold.launch.rank_process import RESULT
 
     assert target.__module__ != "__main__", "a rank imports its target from a module"
     start_server(target.__module__, world_size)

@@ -16,11 +16,9 @@ from typing import NoReturn
 from fourfold.errors import RunStopped
 from fourfold.launch.failure import Failure, collect, root_cause
 from fourfold.launch.local import cores
-from fourfold.launch.rank_process import PASSED_ON, RESULT, place_of, run_rank
+from fourfold.launch.rank_process import PASSED_ON, place_of, run_rank
 from fourfold.launch.watch import Watch
 from fourfold.stop import handling
-
-__all__ = ["RESULT", "Processes", "passed_on", "start_server"]
 
 POLL_SECONDS = 0.05
 # How long the other ranks get to say what they saw, once one has failed.

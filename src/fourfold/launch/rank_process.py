@@ -45,9 +45,9 @@ def run_rank(
     os.environ.update(environment)
     for number in PASSED_ON:  # the server ignored them, see [Note: fork server]
         signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(ValueError, RuntimeError):  # OpenMP says nothing either of what is no number
-        import torch
+    import torch
 
+    with contextlib.suppress(ValueError, RuntimeError):  # OpenMP says nothing either of what is no number
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the server was started for fewer or more
     # [Note: no orphans] A rank whose launcher is gone ends itself, however it went: nobody else would
     # end it, and it would wait in a collective until that times out.
