@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from fourfold.checkpoint import load_checkpoint
 from fourfold.cli import app
+from fourfold.launch.watch_together import LOOK_SECONDS
 from fourfold.specs import ModelSpec, RunSpec
 from tests.cli.test_commands import RUN
 from tests.commands import Command, joined
@@ -301,15 +302,21 @@ def test_a_killed_rank_of_a_joined_job(tokenized: Path, killed: int):
     )
     metrics = tokenized / name / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+    time.sleep(4 * LOOK_SECONDS)  # both have told that they are in a step
     ranks[killed].kill()
     _, errors = ranks[1 - killed].communicate(SECONDS_TO_END)
     ranks[killed].communicate(SECONDS_TO_END)
     assert ranks[1 - killed].returncode == 1
-    [message] = errors.splitlines()
-    start_of_it = rf"error: rank {1 - killed} lost the connection to another rank (?:in|after) step (\d+)"
-    found = re.match(start_of_it, message)
-    assert found, message
-    assert int(found[1]) >= 3
+    place = r"in step (\d+),.* (?:after|waiting for) [a-z_]+ on axis \w+"
+    found = re.match(
+        rf"rank {1 - killed}: error: rank {killed} is gone: killed \(out of memory\?\), or its machine or "
+        rf"link is; when last heard of rank {killed} was {place}\n"
+        rf"rank {1 - killed} lost the connection to another rank {place}: .*\n$",
+        errors,
+    )
+    assert found, errors
+    last_heard, lost = map(int, found.groups())
+    assert 3 <= last_heard <= lost
 
 
 def test_a_bad_corpus_of_a_joined_job(folder: Path):

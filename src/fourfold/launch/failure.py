@@ -91,8 +91,17 @@ class Failure:
         fields = json.loads(path.read_text())
         return Failure(**{**fields, "messages": tuple(fields["messages"])})
 
-    def exception(self) -> UserError | RunStopped:
-        """Return what the launcher raises for this failure: its message is all that the user sees."""
+    def word(self) -> str:
+        """Return in a line what other ranks say of this failure."""
+        first, *others = str(self.exception()).splitlines()
+        speaker = "" if first.startswith(f"rank {self.rank} ") else f"rank {self.rank} failed: "
+        return speaker + (f"{first} {others[-1]}" if others else first)
+
+    def exception(self, cause: str = "") -> UserError | RunStopped:
+        """Return what the launcher raises for this failure: its message is all that the user sees.
+
+        ``cause`` says which rank a lost connection was to, where that is known.
+        """
         message = self.messages[0]
         if self.kind == "user":
             return UserError(*self.messages)
@@ -111,7 +120,8 @@ class Failure:
         if self.kind == "exit":
             return RankFailed(f"rank {self.rank} ended with {message}{where}")
         if self.kind == "lost":
-            return RankFailed(f"rank {self.rank} lost the connection to another rank{where}: {message}")
+            lost = f"rank {self.rank} lost the connection to another rank{where}: {message}"
+            return RankFailed(f"{cause}\n{lost}" if cause else lost)
         return RankFailed(f"rank {self.rank} failed{where}:\n{message}")
 
     @property

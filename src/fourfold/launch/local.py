@@ -14,6 +14,7 @@ from fourfold.launch.failure import Failure
 from fourfold.launch.job import JobEnvironment, joined_job
 from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS, Rank, leave_group
 from fourfold.launch.watch import Watch
+from fourfold.stop import handling
 
 # Ranks of a layout on trial may wait for each other on few cores; with more, a step takes for ever.
 RANKS_PER_CORE = 8
@@ -51,8 +52,11 @@ def launch(
         result = target(rank, *arguments)
     except Exception as error:
         failure = Failure.of(error, rank=job.rank)
-        rank.failed()
-        raise failure.exception() from None
+        # What started the job may end the other ranks at once, where one is gone; the word comes first.
+        with handling([signal.SIGTERM], signal.SIG_IGN):
+            cause = rank.cause_of_loss() if failure.kind == "lost" else ""
+            rank.failed("" if failure.kind == "lost" else failure.word())
+        raise failure.exception(cause) from None
     leave_group()
     return result if rank.is_first else None
 

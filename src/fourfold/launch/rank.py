@@ -12,6 +12,8 @@ from fourfold.place import HERE
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from fourfold.launch.watch_together import TogetherWatch
+
 Result = TypeVar("Result")
 
 # How long a rank 0 that failed serves the store on, so that the others hear of it.
@@ -19,6 +21,9 @@ _HEARD_SECONDS = 1.0
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long no rank may move: a slow rank is waited for, a lost one closes its connection."""
+
+LOOKS_TO_HEAR = 4
+"""Within so many looks of the watchdog something new is heard of a rank that is there."""
 
 WATCHDOG_FIRST_SECONDS = 30.0
 """So much longer a collective may take, since the watchdog tells more than its error does."""
@@ -38,6 +43,7 @@ class Rank:
         self.job = job
         self._is_watched = is_watched
         self._store: Store | None = None
+        self._watch: TogetherWatch | None = None
 
     @property
     def is_first(self) -> bool:
@@ -69,7 +75,8 @@ class Rank:
         )
         if not self._is_watched:
             job, own = self.job, another_client(self.job)
-            TogetherWatch(own, job.rank, job.world_size, timeout_seconds=timeout_seconds).start()
+            self._watch = TogetherWatch(own, job.rank, job.world_size, timeout_seconds=timeout_seconds)
+            self._watch.start()
 
     def agree(self, name: str, items: Mapping[str, object]) -> None:
         """Agree with the other ranks on more items, once they can be known; ``name`` is used once.
@@ -82,13 +89,29 @@ class Rank:
 
             agree(self._store, self.job, items, seconds=TASK_SECONDS, name=name)
 
-    def failed(self) -> None:
-        """Tell ranks that wait for something of this one that it will not come."""
+    def cause_of_loss(self) -> str:
+        """Return which rank it was that this one lost the connection to, and where that was.
+
+        Empty where a launcher of ours finds it, or where it does not come to be known.
+        """
+        if self._watch is None:
+            return ""
+        from fourfold.launch.loss import cause_of_loss
+
+        job, watch = self.job, self._watch
+        seconds = LOOKS_TO_HEAR * watch.look_seconds
+        return cause_of_loss(watch.store, job.rank, job.world_size, hear_seconds=seconds, first=watch.first)
+
+    def failed(self, word: str = "") -> None:
+        """Tell ranks that wait for something of this one that it will not come, and why if it is known."""
         if self._store is not None:
             from fourfold.launch.connect import FAILED
+            from fourfold.launch.loss import leave_word
 
             # The store may be gone with rank 0; then nobody waits at it any more.
             with contextlib.suppress(RuntimeError):
+                if self._watch is not None:
+                    leave_word(self._store, self.job.rank, word)
                 self._store.set(FAILED, str(self.job.rank))
         if self.is_first and self.job.world_size > 1 and not self.job.store_is_served:
             time.sleep(_HEARD_SECONDS)  # the store ends with this process

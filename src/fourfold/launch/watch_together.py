@@ -20,9 +20,11 @@ from fourfold.place import HERE
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 0.5
+# So many ranks tell the store in a second: where there are more, each does so more seldom.
+TELLING_PER_SECOND = 2000
 # A rank of which nothing new was heard for so long does not answer.
-SILENT_SECONDS = 5 * LOOK_SECONDS
+SILENT_SECONDS = 10.0
 # How long the ranks that are left get to end by themselves, so that what is printed comes whole.
 WORD_SECONDS = 1.0
 
@@ -37,6 +39,12 @@ class Told:
     place: str
 
 
+def told_of(store: "Store", rank: int) -> Told | None:
+    """Return what a rank told last, None where it has not told yet."""
+    key = f"place/{rank}"
+    return Told(**json.loads(store.get(key))) if store.check([key]) else None
+
+
 class TogetherWatch(threading.Thread):
     """Ends this process once no rank has moved for the timeout; the lowest one that can says where all are.
 
@@ -47,11 +55,18 @@ class TogetherWatch(threading.Thread):
         rank: this one.
         world_size: how many there are.
         timeout_seconds: how long none may move.
+
+    Attributes:
+        store: as given; what comes of it is there at once, so two threads can ask it.
+        look_seconds: how often each rank tells.
+        first: where rank 0 was when it last told.
     """
 
     def __init__(self, store: "Store", rank: int, world_size: int, *, timeout_seconds: float):
         super().__init__(name="watchdog", daemon=True)
-        self._store = store
+        self.look_seconds = max(LOOK_SECONDS, world_size / TELLING_PER_SECOND)
+        self.first = ""
+        self.store = store
         self._rank = rank
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
@@ -59,19 +74,21 @@ class TogetherWatch(threading.Thread):
 
     def run(self) -> None:
         """Watch until the process ends."""
-        self._store.set_timeout(timedelta(seconds=SILENT_SECONDS))
+        self.store.set_timeout(timedelta(seconds=SILENT_SECONDS))
         moves, still, count, looked = -1, 0.0, 0, time.monotonic()
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(self.look_seconds)
             now, place = time.monotonic(), HERE.place()
             # This process may itself have been stopped: that time does not count.
-            still += min(now - looked, 2 * LOOK_SECONDS)
+            still += min(now - looked, 2 * self.look_seconds)
             looked = now
             if place.moves != moves or not place.is_watched:
                 moves, still = place.moves, 0.0
             count += 1
             try:
                 self._tell(Told(count, still, place.is_waiting, str(place)))
+                if self._rank and (first := told_of(self.store, 0)) is not None:
+                    self.first = first.place
                 # Half of the timeout is enough to hear whether a rank tells nothing more.
                 if still >= min(self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS):
                     told = self._all_told()
@@ -82,15 +99,14 @@ class TogetherWatch(threading.Thread):
                     self._end([None] * self._world_size)
 
     def _tell(self, told: Told) -> None:
-        self._store.set(f"place/{self._rank}", json.dumps(vars(told)))
+        self.store.set(f"place/{self._rank}", json.dumps(vars(told)))
 
     def _all_told(self) -> list[Told | None]:
         """Return what each rank told, None of one of which nothing new was heard for some time."""
         now = time.monotonic()
         found: list[Told | None] = []
         for rank in range(self._world_size):
-            key = f"place/{rank}"
-            told = Told(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+            told = told_of(self.store, rank)
             count = -1 if told is None else told.count
             if rank not in self._heard or self._heard[rank][0] != count:
                 self._heard[rank] = count, now
@@ -99,7 +115,9 @@ class TogetherWatch(threading.Thread):
 
     def _is_over(self, told: Sequence[Told | None]) -> bool:
         """Whether no rank moves: those that tell say so, and there is no other."""
-        return all(one is None or one.still_seconds >= self._timeout_seconds - LOOK_SECONDS for one in told)
+        return all(
+            one is None or one.still_seconds >= self._timeout_seconds - self.look_seconds for one in told
+        )
 
     def _end(self, told: Sequence[Told | None]) -> None:
         """Say where the ranks are, on the lowest one that can, and end the process."""
