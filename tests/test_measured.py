@@ -8,8 +8,9 @@ from fourfold.data import SyntheticDataset
 from fourfold.measured import Trace, Waited, by_op, gathered, measured_timeline, time_spent
 from fourfold.mesh import Mesh
 from fourfold.program import Timeline
-from fourfold.program.actions import COMPUTE, SENDS, Action, Program
+from fourfold.program.actions import COMPUTE, SENDS, Action
 from fourfold.program.clock import Span
+from fourfold.program.program import Program
 from fourfold.specs import Layout, ModelSpec, RunSpec
 from fourfold.training import Trainer, initialized, rank_batches
 from tests.ranks import RankPool

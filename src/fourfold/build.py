@@ -7,9 +7,10 @@ from itertools import accumulate, pairwise
 from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
 from fourfold.layer.transfers import with_transfers
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
 from fourfold.program.check import check
 from fourfold.program.liveness import Block
+from fourfold.program.program import Program
 from fourfold.recompute.insertion import with_recomputation
 from fourfold.specs import Layout, ShardingSection
 from fourfold.specs.placement import REPLICATED, Placement

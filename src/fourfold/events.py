@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from fourfold.batch.costs import UnitSize
 from fourfold.channel.costs import ChannelCosts
-from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Action, Kind, Program
+from fourfold.program.actions import FORWARDS, RECEIVES, SENDS, TAKES_TAPE, Action, Kind
+from fourfold.program.program import Program
 from fourfold.sequence.costs import SequenceCosts
 from fourfold.specs import AXES, Layout
 from fourfold.traffic import Event

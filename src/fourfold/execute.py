@@ -15,8 +15,9 @@ from fourfold.measured import Trace
 from fourfold.mesh import Mesh
 from fourfold.models import Microbatch
 from fourfold.place import HERE, encoded
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
 from fourfold.program.liveness import Left, left_behind
+from fourfold.program.program import Program
 from fourfold.segment import Segment
 from fourfold.weight_gradients import WeightGradients
 

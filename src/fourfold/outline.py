@@ -20,8 +20,8 @@ from fourfold.errors import UserError
 from fourfold.flops import forward_flops
 from fourfold.layer.schedules import schedule_of
 from fourfold.layer.split import split
-from fourfold.program.actions import Program
 from fourfold.program.check import check
+from fourfold.program.program import Program
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName

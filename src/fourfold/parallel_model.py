@@ -22,8 +22,9 @@ from fourfold.execute import Executor
 from fourfold.mesh import Axis, Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.named_weights import NamedWeights
-from fourfold.program.actions import COMPUTE, TRANSFERS, Program
+from fourfold.program.actions import COMPUTE, TRANSFERS
 from fourfold.program.liveness import Block
+from fourfold.program.program import Program
 from fourfold.recompute.costs import decoder_blocks
 from fourfold.segment import Segment
 from fourfold.sequence.attention import ContextAttention

@@ -12,8 +12,9 @@ from fourfold.batch.costs import UnitSize
 from fourfold.block_memory import BlockMemory
 from fourfold.layer.transfers import arrived
 from fourfold.memory import Category
-from fourfold.program.actions import RECEIVES, SENDS, Action, Kind, Program
+from fourfold.program.actions import RECEIVES, SENDS, Action, Kind
 from fourfold.program.liveness import left_behind
+from fourfold.program.program import Program
 
 Place = tuple[int, int]
 """A segment and a microbatch."""

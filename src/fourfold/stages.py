@@ -13,7 +13,7 @@ from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Piece, join
 from fourfold.models.parameters import parameter_users
 from fourfold.outline import blocks_of_stages, dealt
-from fourfold.program.actions import Program
+from fourfold.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from functools import lru_cache
 
 from fourfold.flops import Convention, attended_pairs, flops_of_a_pair, pairs_in_blocks, row_pairs
 from fourfold.memory import tokens_of_logits
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
+from fourfold.program.program import Program
 from fourfold.sequence.partition import partition_of, tokens_of_ranks
 from fourfold.sequence.rectangles import Rectangle, rectangles
 from fourfold.sequence.rows import Documents

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fourfold.program.actions import TAKES_TAPE, Kind, Program
+from fourfold.program.actions import TAKES_TAPE, Kind
+from fourfold.program.program import Program
 
 
 @dataclass(frozen=True)

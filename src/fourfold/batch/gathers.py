@@ -17,7 +17,8 @@ ones.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fourfold.program.actions import COMPUTE, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, Action, Kind
+from fourfold.program.program import Program
 
 
 @dataclass

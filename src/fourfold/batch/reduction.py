@@ -23,7 +23,8 @@ computed.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fourfold.program.actions import CONTRIBUTES, Action, Kind, Program
+from fourfold.program.actions import CONTRIBUTES, Action, Kind
+from fourfold.program.program import Program
 
 SEGMENT_BYTES = 25 * 2**20
 """A segment has at least so many bytes of gradients, or half of its stage's where that is less.

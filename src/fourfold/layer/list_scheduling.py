@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
 from fourfold.program.clock import Times
+from fourfold.program.program import Program
 
 
 def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:

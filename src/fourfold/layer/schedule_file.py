@@ -14,8 +14,9 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.layer.list_scheduling import over_stages
-from fourfold.program.actions import COMPUTE, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.program.check import check
+from fourfold.program.program import Program
 
 
 def write_schedule(schedule: Program, path: Path) -> None:

@@ -10,8 +10,9 @@ from itertools import product
 
 from fourfold.errors import UserError
 from fourfold.layer.list_scheduling import Listed, Rule, list_schedule, loop_placement, v_placement
-from fourfold.program.actions import Kind, Program
+from fourfold.program.actions import Kind
 from fourfold.program.clock import Times, peak_activations
+from fourfold.program.program import Program
 
 RULES = (
     Rule("turns"),

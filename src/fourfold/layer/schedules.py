@@ -20,9 +20,10 @@ from fourfold.layer.list_scheduling import loop_placement, over_stages
 from fourfold.layer.schedule_file import read_schedule
 from fourfold.layer.schedule_search import MOST_CHUNKS, quickest
 from fourfold.layer.v_schedules import dual_pipe_v, zero_bubble_v
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
 from fourfold.program.check import check_in_flight
 from fourfold.program.clock import Times
+from fourfold.program.program import Program
 from fourfold.specs.layout import Layout
 from fourfold.specs.schedule_name import ScheduleName
 

@@ -16,8 +16,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fourfold.program.actions import COMPUTE, SENDS, STARTS_FROM, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, SENDS, STARTS_FROM, Action, Kind
 from fourfold.program.clock import Span, clock
+from fourfold.program.program import Program
 
 
 def with_transfers(program: Program) -> Program:

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from fourfold.collectives import Pending, recv_, send
 from fourfold.mesh import Axis, Mesh
-from fourfold.program.actions import SENDS, Action, Kind, Program
+from fourfold.program.actions import SENDS, Action, Kind
+from fourfold.program.program import Program
 
 
 class Transport:

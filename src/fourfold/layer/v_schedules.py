@@ -3,8 +3,9 @@
 from collections import Counter
 
 from fourfold.layer.list_scheduling import list_schedule, over_stages, v_placement
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
 from fourfold.program.clock import Times
+from fourfold.program.program import Program
 
 
 class _Order:

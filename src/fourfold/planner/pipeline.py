@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from fourfold.errors import UserError
 from fourfold.layer.schedules import named, schedule
-from fourfold.program.actions import Action, Kind, Program
+from fourfold.program.actions import Action, Kind
+from fourfold.program.program import Program
 from fourfold.specs import ScheduleName
 
 if TYPE_CHECKING:  # numpy takes a while to load, and plans without a pipeline do without

@@ -18,8 +18,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fourfold.planner.simulated import COMPUTING, Devices, Inside, Load, Phase, Simulation
-from fourfold.program.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from fourfold.program.clock import Span, Timeline
+from fourfold.program.program import Program
 
 Key = tuple[int | None, Action]
 

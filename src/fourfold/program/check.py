@@ -10,18 +10,10 @@ from collections.abc import Sequence
 from itertools import product
 
 from fourfold.errors import UserError
-from fourfold.program.actions import (
-    COMPUTE,
-    CONTRIBUTES,
-    RECEIVES,
-    SENDS,
-    TRANSFERS,
-    Action,
-    Kind,
-    Program,
-)
+from fourfold.program.actions import COMPUTE, CONTRIBUTES, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from fourfold.program.clock import clock, peak_in_flight
 from fourfold.program.liveness import left_behind
+from fourfold.program.program import Program
 
 
 def check(program: Program) -> None:

@@ -17,9 +17,9 @@ from fourfold.program.actions import (
     TRANSFERS,
     Action,
     Kind,
-    Program,
 )
 from fourfold.program.liveness import left_behind
+from fourfold.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)

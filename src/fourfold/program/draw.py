@@ -8,8 +8,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from fourfold.program.actions import COMMUNICATION, COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, Program
+from fourfold.program.actions import COMMUNICATION, COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind
 from fourfold.program.clock import Span, Timeline, Times, clock, peak_activations
+from fourfold.program.program import Program
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

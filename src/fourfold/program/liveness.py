@@ -9,7 +9,8 @@ a tape. What a forward returns is kept only where something goes on with it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.program.actions import COMPUTE, FORWARDS, TAKES_TAPE, Action, Kind, Program
+from fourfold.program.actions import COMPUTE, FORWARDS, TAKES_TAPE, Action, Kind
+from fourfold.program.program import Program
 
 Place = tuple[int, int]
 """A segment and a microbatch."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, log10
 
 from fourfold.errors import UserError
-from fourfold.program.actions import TAKES_TAPE, Action, Kind, Program
+from fourfold.program.actions import TAKES_TAPE, Action, Kind
 from fourfold.program.liveness import Block, rank_peak_bytes
+from fourfold.program.program import Program
 from fourfold.recompute.budget import GIGABYTE, StageUse, plans_within
 from fourfold.recompute.plan import Plan, plan
 from fourfold.specs.recompute_name import RecomputeName
