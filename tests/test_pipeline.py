@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fourfold.collectives import agreement, all_reduce_
 from fourfold.data import SyntheticDataset
-from fourfold.execute import Executor
+from fourfold.layer.transport import Transport
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.optimizer import Update, gradient_norm, optimizers
@@ -417,21 +417,19 @@ def watching(patch: pytest.MonkeyPatch, parallel: ParallelModel) -> Iterator[tup
     in_flight: list[int] = []
     sends: list[int] = []
     segments = list(parallel.executor._segments.values())
-    forward = Segment.forward
+    forward, send = Segment.forward, Transport.send
 
     def noted_forward(self: Segment, *args: object, **options: object) -> Tensor:
         y = forward(self, *args, **options)  # type: ignore[arg-type]
         in_flight.append(sum(segment.in_flight for segment in segments))
         return y
 
-    def noted_send(state: object, action: object) -> None:
-        Executor._send(parallel.executor, state, action)  # type: ignore[arg-type]
-        sends.append(len(state.sends))  # type: ignore[attr-defined]
+    def noted_send(self: Transport, *args: object) -> None:
+        send(self, *args)  # type: ignore[arg-type]
+        sends.append(len(self._sends))
 
     patch.setattr(Segment, "forward", noted_forward)
-    run = parallel.executor._run
-    patch.setitem(run, Kind.SEND_ACTIVATION, noted_send)
-    patch.setitem(run, Kind.SEND_GRADIENT, noted_send)
+    patch.setattr(Transport, "send", noted_send)
     yield in_flight, sends
     assert sum(segment.in_flight for segment in segments) == 0
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from fourfold import stop
 from fourfold.batch.units import Unit
 from fourfold.collectives import Pending, agree, all_reduce_
-from fourfold.layer.transfers import arrived
 from fourfold.layer.transport import Transport
 from fourfold.measured import Trace
 from fourfold.mesh import Mesh
@@ -33,21 +32,6 @@ def gradient_of_mean_loss(loss_sum: Tensor, valid_tokens: int) -> Tensor:
     return torch.full_like(loss_sum, 1.0 / max(valid_tokens, 1))
 
 
-class _Messages:
-    """What the interpreter needs to know of a program's messages.
-
-    Attributes:
-        program: with sends and receives.
-        transport: performs them.
-        arrived: for each compute action with a message, the sends that have arrived once it is here.
-    """
-
-    def __init__(self, mesh: Mesh, program: Program):
-        self.program = program
-        self.transport = Transport(mesh, program)
-        self.arrived = arrived(program, mesh.pp.rank)
-
-
 @dataclass
 class _Step:
     """What is under way in one step; ``sums`` are of the token losses, and of the ranks asked to end."""
@@ -57,20 +41,18 @@ class _Step:
     sums: Tensor
     update: Callable[[Tensor], None]
     trace: Trace
-    messages: _Messages
+    transport: Transport
     left: Left
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gathers: dict[int, Pending] = field(default_factory=dict)
     reductions: dict[int, Pending] = field(default_factory=dict)
-    sends: dict[Action, Pending] = field(default_factory=dict)
-    receives: dict[Action, Pending] = field(default_factory=dict)
     others: list[Pending] = field(default_factory=list)
 
     @property
     def is_communicating(self) -> bool:
         """Whether a collective or message may still read or write a buffer."""
-        return bool(self.gathers or self.reductions or self.others or self.sends or self.receives)
+        return bool(self.gathers or self.reductions or self.others) or self.transport.is_busy
 
 
 _Run = Callable[[_Step, Action], None]
@@ -108,8 +90,8 @@ class Executor:
         self._weight_gradients = weight_gradients
         self._mesh = mesh
         self._activation = activation
-        self._training = _Messages(mesh, program)
-        self._evaluations: dict[int, _Messages] = {}
+        self._training = Transport(mesh, program)
+        self._evaluations: dict[int, Transport] = {}
         self._device = mesh.device
         # After a failed step: collectives may still be writing into buffers.
         self._is_broken = False
@@ -185,7 +167,7 @@ class Executor:
         """
         count = program.microbatches
         if count not in self._evaluations:
-            self._evaluations[count] = _Messages(self._mesh, program)
+            self._evaluations[count] = Transport(self._mesh, program)
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         trace = Trace(self._device, self._mesh.pp.rank)
         state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count], left_behind(()))
@@ -217,7 +199,7 @@ class Executor:
             for action, name in zip(actions, self._names_of(actions), strict=True):
                 HERE.act(name)
                 run[action.kind](state, action)
-            self._finish_sends(state, list(state.sends))
+            state.transport.finish()
         except BaseException:
             for segment in self._segments.values():
                 segment.reset()
@@ -286,35 +268,23 @@ class Executor:
             tensor = state.outputs.pop((action.segment, action.microbatch))
         else:
             tensor = state.gradients.pop((action.segment - 1, action.microbatch))
-        program = state.messages.program
-        on_edge = [
-            s for s in state.sends if s.kind is action.kind and program.peer(s) == program.peer(action)
-        ]
-        self._finish_sends(state, on_edge[: -len(program.ranks)])  # [Note: sent and gone]
-        state.sends[action] = state.messages.transport.send(action, tensor)
+        state.transport.send(action, tensor)
 
     def _receive(self, state: _Step, action: Action) -> None:
-        buffer = self._activation(state.batches[action.microbatch])
-        state.receives[action] = state.messages.transport.receive(action, buffer)
+        state.transport.receive(action, self._activation(state.batches[action.microbatch]))
 
     def _wait_for_message(self, state: _Step, action: Action) -> None:
         """Have what an action starts from here, if another rank sends it."""
-        receive = state.messages.program.message_needed(action)
+        receive = state.transport.program.message_needed(action)
         if receive is None:
             return
         start = state.trace.now()
-        message = state.receives.pop(receive).wait()
+        message = state.transport.wait_for(receive)
         state.trace.add(receive, start)
         if receive.kind is Kind.RECV_ACTIVATION:
             state.outputs[action.segment - 1, action.microbatch] = message
         else:
             state.gradients[action.segment, action.microbatch] = message
-        self._finish_sends(state, state.messages.arrived[action])  # [Note: sent and gone]
-
-    def _finish_sends(self, state: _Step, sends: Sequence[Action]) -> None:
-        for send in sends:
-            if (pending := state.sends.pop(send, None)) is not None:
-                pending.wait()
 
     def _wait_for_weights(self, state: _Step, segment: int) -> None:
         for index in self._program.units_of_segment[segment]:

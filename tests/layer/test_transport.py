@@ -23,15 +23,16 @@ def values_received(name: str, layout: str) -> list[tuple[str, float]]:
     own = {(s, r, k): axis for (s, r, k), axis in transport._edges.items() if mesh.pp.rank in (s, r)}
     assert len({id(axis.group) for axis in own.values()}) == len(own), "edges share a communicator"
     numbers = {action: float(i) for i, (_, action) in enumerate(program.actions())}
-    sends, receives = [], []
+    receives = []
     for action in program.ranks[mesh.pp.rank]:
         if action.kind in SENDS:
-            sends.append(transport.send(action, torch.tensor([numbers[action]])))
+            transport.send(action, torch.tensor([numbers[action]]))
         elif action.kind in RECEIVES:
-            receives.append((action, transport.receive(action, torch.empty(1))))
-    found = [(action, float(pending.wait())) for action, pending in receives]
-    for pending in sends:
-        pending.wait()
+            transport.receive(action, torch.empty(1))
+            receives.append(action)
+    found = [(action, float(transport.wait_for(action))) for action in receives]
+    transport.finish()
+    assert not transport.is_busy
     assert all(value == numbers[action.other_end] for action, value in found)
     return [(str(action), value) for action, value in found]
 
