@@ -34,6 +34,10 @@ class RankFailed(RunStopped):
     """A rank ended, or stood still, although the run could have gone on: it may do so when started again."""
 
 
+class Unreadable(RankFailed):
+    """A file that the system did not let us read now. It may be whole: nothing is done to it."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `` Did you mean 'x'?`` for the valid name closest to ``name``, or an empty string."""
     matches = difflib.get_close_matches(name, list(valid), n=1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from fourfold.errors import RunStopped, UserError
+from fourfold.errors import RunStopped, Unreadable, UserError
 
 RUN_FILE = "run.toml"
 METRICS = "metrics.jsonl"
@@ -124,6 +124,23 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunStopped(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what keeps a file of the run from being read into a message that names it.
+
+    Raises Unreadable. A file that is not there is another matter, and passes.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise
+    except OSError as error:
+        raise Unreadable(
+            f"cannot read {path}: {error.strerror or error}: it may be whole, so nothing was changed: try "
+            "again, and if it stays so, move that checkpoint away to go on from the one before"
+        ) from error
 
 
 def sync(path: Path) -> None:

@@ -19,6 +19,7 @@ from fourfold.checkpoint.manifest import WEIGHT, FileEntry, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import numel
 from fourfold.errors import RunStopped
+from fourfold.run_folder import reading
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Of weights and moments, by the name that safetensors has for it."""
@@ -152,17 +153,19 @@ def _checked(chunk: _Chunk, tensor: Stored) -> int:
 
 
 def problem_of(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file's size or its head, None where nothing is."""
+    """Return what is wrong with a file's size or its head, None where nothing is.
+
+    Raises Unreadable where the system does not let us look.
+    """
     try:
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            return f"{path} has {size} bytes, the manifest says {entry.size_bytes}"
-        with path.open("rb", buffering=0) as file:
-            head = file.read(entry.head_bytes)
-    except FileNotFoundError:
+        with reading(path):
+            size = path.stat().st_size
+            if size != entry.size_bytes:
+                return f"{path} has {size} bytes, the manifest says {entry.size_bytes}"
+            with path.open("rb", buffering=0) as file:
+                head = file.read(entry.head_bytes)
+    except OSError:
         return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
     if hashlib.sha256(head).hexdigest() != entry.sha256:
         part = "its header" if entry.head_bytes < entry.size_bytes else "it"
         return f"{path} is damaged or another file: {part} has another checksum than the manifest says"
@@ -189,7 +192,7 @@ class OpenFiles:
     def read_into(self, path: str, target: NDArray[np.uint8], offset: int) -> None:
         """Fill ``target`` with the bytes of a file from ``offset`` on.
 
-        Raises OSError where it cannot be read or ends before.
+        Raises OSError where it cannot be read, EOFError where it ends before.
         """
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
@@ -197,5 +200,5 @@ class OpenFiles:
         while view:
             count = os.preadv(self._descriptors[path], [view], offset)
             if count == 0:
-                raise OSError(f"the file ends at byte {offset}")
+                raise EOFError(f"it ends at byte {offset}")
             view, offset = view[count:], offset + count

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fourfold.checkpoint.manifest import Damaged
 from fourfold.errors import UserError
-from fourfold.run_folder import sync, writing
+from fourfold.run_folder import reading, sync, writing
 
 Result = TypeVar("Result")
 CHECKPOINTS = "checkpoints"
@@ -33,10 +33,14 @@ def part_of(folder: Path) -> Path:
 
 
 def steps_there(checkpoints: Path) -> list[int]:
-    """Return the steps of which there are complete checkpoints, the newest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir())
+    """Return the steps of which there are complete checkpoints, the newest first.
+
+    Raises Unreadable where the folder does not let us look.
+    """
+    with reading(checkpoints):
+        if not checkpoints.is_dir():
+            return []
+        found = [_NAME.fullmatch(path.name) for path in checkpoints.iterdir()]
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
 

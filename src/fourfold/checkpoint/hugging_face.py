@@ -124,8 +124,9 @@ class HuggingFaceWeights:
         try:
             start = weight.offset + first * weight.dtype.itemsize
             self._files.read_into(str(weight.file), content, start)
-        except OSError as error:
-            raise UserError(f"{weight.file} cannot be read: {error.strerror or error}") from None
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{weight.file} cannot be read: {reason}") from None
         self.bytes_read += len(content)
         return torch.from_numpy(content).view(weight.dtype)
 

@@ -1,7 +1,8 @@
 """Loading: every rank reads what it owns, on whatever layout, and all of it is checked before it is used."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.ranks import added_up, messages_of_all, texts_of_all
 from fourfold.checkpoint.reader import Reader, damaged_pieces, problems_there, unlike
 from fourfold.checkpoint.state import held, owners_of
-from fourfold.errors import UserError
+from fourfold.errors import Unreadable, UserError
 from fourfold.mesh import Mesh
 from fourfold.optimizer import Update
 from fourfold.parallel_model import ParallelModel
+
+SHOWN_PROBLEMS = 4
+"""Of so many files that ranks cannot read the message tells."""
 
 
 def load_newest_(
@@ -30,7 +34,7 @@ def load_newest_(
 
     A broken one is set aside and ``tell`` is given a line on it, on rank 0; ``progress`` hears how far this
     rank is. Raises UserError, on all ranks, where all that are there are broken, or where the run differs in
-    what must be alike.
+    what must be alike; Unreadable where one could not be read now, which says nothing of what is in it.
     """
     mesh = parallel.mesh
     if mesh.rank == 0:
@@ -62,8 +66,8 @@ def load_(
 ) -> Manifest:
     """Load a checkpoint into this rank's weights and moments. All ranks call it.
 
-    Raises Damaged or UserError on all ranks alike. Weights and moments are untouched after it, but for a
-    checksum of bytes that differs: then they are of no use.
+    Raises Damaged, Unreadable or UserError on all ranks alike. Weights and moments are untouched after
+    it, but for a checksum of bytes that differs, or a read that fails: then they are of no use.
     """
     mesh = parallel.mesh
     manifest = _agreed_manifest(folder, mesh)
@@ -75,42 +79,47 @@ def load_(
         )
     times, parts = owners_of(parallel), list(held(parallel, update))
     unknown = {tensor.parameter for tensor in manifest.tensors.values()} - times.keys()
-    problems = [f"{folder} has {name}, which is no parameter of the model" for name in sorted(unknown)]
-    problems += unlike(folder, manifest, parts)
-    problems += problems_there(folder, manifest, share=mesh.rank, shares=mesh.world_size)
-    if found := messages_of_all(problems, mesh):
-        raise Damaged(*found)
+    with _together(mesh) as problems:
+        problems += [f"{folder} has {name}, which is no parameter of the model" for name in sorted(unknown)]
+        problems += unlike(folder, manifest, parts)
+        problems += problems_there(folder, manifest, share=mesh.rank, shares=mesh.world_size)
     total = sum(part.values.numel() * part.values.itemsize for part in parts)
-    problems = []
-    with Reader(folder, manifest, counting(total, progress)) as reader:
-        try:
-            for part in parts:
-                reader.read(part)
-        except Damaged as damaged:
-            problems = list(damaged.messages)
-    problems = messages_of_all(problems, mesh)
-    problems = problems or damaged_pieces(folder, manifest, added_up(reader.sums, mesh), times)
-    if problems:
-        raise Damaged(*problems)
+    with _together(mesh), Reader(folder, manifest, counting(total, progress)) as reader:
+        for part in parts:
+            reader.read(part)
+    if damaged := damaged_pieces(folder, manifest, added_up(reader.sums, mesh), times):
+        raise Damaged(*damaged)
     update.continue_(manifest.updates)
     parallel.publish_()
     return manifest
 
 
 def _agreed_manifest(folder: Path, mesh: Mesh) -> Manifest:
-    """Read the manifest on every rank; raise Damaged on all where one cannot, or reads another."""
-    manifest, problems = None, []
-    try:
+    """Read the manifest on every rank; raise on all where one cannot, or reads another."""
+    with _together(mesh) as problems:
         manifest = read_manifest(folder)
         if folder_of(manifest.step, folder.parent) != folder:
-            problems = [f"{folder} holds the manifest of step {manifest.step}"]
-    except Damaged as damaged:
-        problems = list(damaged.messages)
-    problems = messages_of_all(problems, mesh)
-    if problems:
-        raise Damaged(*problems)
-    assert manifest is not None
+            problems.append(f"{folder} holds the manifest of step {manifest.step}")
     return manifest
+
+
+@contextmanager
+def _together(mesh: Mesh) -> Iterator[list[str]]:
+    """Raise what a rank raises on all of them: Unreadable before Damaged; problems in the list are damage.
+
+    Of a file that one could not read nobody knows whether it is damaged.
+    """
+    problems, unreadable = list[str](), list[str]()
+    try:
+        yield problems
+    except Damaged as damaged:
+        problems += damaged.messages
+    except Unreadable as error:
+        unreadable.append(str(error))
+    if found := messages_of_all(unreadable, mesh):
+        raise Unreadable("; ".join(found[:SHOWN_PROBLEMS]))
+    if found := messages_of_all(problems, mesh):
+        raise Damaged(*found)
 
 
 def differing(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fourfold.checkpoint.stripes import Stripes
+from fourfold.run_folder import reading
 
 Kind = TypeVar("Kind")
 FORMAT = "fourfold checkpoint"
@@ -174,13 +175,17 @@ def _sha256(content: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises Damaged where it is missing or not as it was written."""
+    """Read the manifest of a checkpoint.
+
+    Raises Damaged where it is missing or not as it was written, Unreadable where it is not given to us.
+    """
     path = folder / MANIFEST
     try:
-        return _read(path)
-    except FileNotFoundError:
+        with reading(path):
+            return _read(path)
+    except OSError:
         raise Damaged(f"{path} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Its checksum may be right all the same: that of a text which is no manifest.
         problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise Damaged(f"{path} cannot be read: {problem}") from None

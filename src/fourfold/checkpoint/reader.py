@@ -15,6 +15,7 @@ from fourfold.checkpoint.files import CHUNK_BYTES, NAMES, OpenFiles, content_of,
 from fourfold.checkpoint.manifest import Damaged, Manifest, Piece, Stored
 from fourfold.checkpoint.state import Held
 from fourfold.checkpoint.stripes import Runs, Stripes, numel, overlap
+from fourfold.run_folder import reading
 
 
 def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
@@ -22,6 +23,7 @@ def problems_there(folder: Path, manifest: Manifest, *, share: int = 0, shares: 
 
     All files are there, as long as the manifest says and with the heads that they had; all elements of all
     tensors are in a piece, once; all pieces are within their files. Of several who ask each looks at a share.
+    Raises Unreadable where a file is not given to us.
     """
     files = sorted(manifest.files.items())[share::shares]
     problems = [problem for name, entry in files if (problem := problem_of(folder / name, entry))]
@@ -122,7 +124,10 @@ class Reader:
             self._checked.result()
 
     def read(self, part: Held) -> None:
-        """Fill a part of a tensor. Raises Damaged with what keeps it from being read."""
+        """Fill a part of a tensor.
+
+        Raises Damaged where the file is not whole, Unreadable where it is not given to us.
+        """
         on_host = part.values.device.type == "cpu"
         values = part.values.detach() if on_host else torch.empty_like(part.values, device="cpu")
         content = content_of(values)  # the same memory
@@ -143,9 +148,10 @@ class Reader:
         for to, source, count in overlap(wanted, piece.stripes):
             target, first = content[to * itemsize : (to + count) * itemsize], source * itemsize
             try:
-                self._files.read_into(path, target, piece.offset + first)
-            except OSError as error:
-                raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
+                with reading(Path(path)):
+                    self._files.read_into(path, target, piece.offset + first)
+            except (OSError, EOFError) as error:
+                raise Damaged(f"{path} is not whole: {error}") from None
             self._unchecked.append((number, target, first))
             read += len(target)
         self._unchecked_bytes += read
