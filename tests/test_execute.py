@@ -56,7 +56,7 @@ def nothing(_: Tensor) -> None:
 
 
 def halves(action: Action) -> list[Action]:
-    return [replace(action, kind=Kind.INPUT_GRADIENT), replace(action, kind=Kind.WEIGHT_GRADIENT)]
+    return [action._replace(kind=Kind.INPUT_GRADIENT), action._replace(kind=Kind.WEIGHT_GRADIENT)]
 
 
 def whole(actions: list[Action]) -> list[Action]:

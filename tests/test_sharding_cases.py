@@ -543,7 +543,7 @@ def at_the_end(actions: list[Action]) -> list[Action]:
 
 
 def halves(action: Action) -> list[Action]:
-    return [replace(action, kind=Kind.INPUT_GRADIENT), replace(action, kind=Kind.WEIGHT_GRADIENT)]
+    return [action._replace(kind=Kind.INPUT_GRADIENT), action._replace(kind=Kind.WEIGHT_GRADIENT)]
 
 
 def gradients_by_halves(

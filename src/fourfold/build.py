@@ -159,9 +159,9 @@ def expanded(schedule: Program, *, segments_of_stage: Sequence[int], recomputed:
         halves: Sequence[int] = ()
         if action.kind is Kind.BACKWARD and stage > 0 and rank_of_stage[stage - 1] != rank_of_stage[stage]:
             halves = order[-1:] if recomputed else order
-        whole = [replace(action, place=segment) for segment in order if segment not in halves]
+        whole = [Action(action.kind, segment, action.turn) for segment in order if segment not in halves]
         return whole + [
-            replace(action, kind=kind, place=segment)
+            Action(kind, segment, action.turn)
             for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
             for segment in halves
         ]

@@ -158,28 +158,29 @@ class Explanation:
             before = holder[segment]
         return [first if first == last else f"{first} to {last}" for first, last in found]
 
-    def _flops_of(self, action: Action) -> StepFlops:
-        kinds = Counter(_kind(name) for name in self.outline.blocks[action.segment])
-        return self._flops_by_kind(action.kind, tuple(sorted(kinds.items())))
+    @cached_property
+    def _kinds_of_blocks(self) -> list[tuple[str, ...]]:
+        """Of each segment."""
+        return [tuple(map(_kind, names)) for names in self.outline.blocks]
 
     @cached_property
-    def _known_flops(self) -> dict[tuple[Kind, tuple[tuple[str, int], ...]], StepFlops]:
+    def _known_flops(self) -> dict[tuple[Kind, tuple[str, ...]], StepFlops]:
         return {}
 
-    def _flops_by_kind(self, kind: Kind, blocks: tuple[tuple[str, int], ...]) -> StepFlops:
+    def _flops_of(self, action: Action) -> StepFlops:
         """All microbatches and all layers are alike."""
-        key = kind, blocks
+        key = action.kind, self._kinds_of_blocks[action.segment]
         if key not in self._known_flops:
             step = self.step
             work = StepWork(
                 step.spec,
                 step.layout,
-                [[name for name, count in blocks for _ in range(count)]],
+                [key[1]],
                 [((step.sequence_length,),) * step.rows],
                 step.itemsize,
                 keeps=step.recompute.not_again(tp=step.layout.tp),
             )
-            self._known_flops[key] = work.of_action(Action(kind, 0, 0))
+            self._known_flops[key] = work.of_action(Action(action.kind, 0, 0))
         return self._known_flops[key]
 
     @cached_property

@@ -71,12 +71,12 @@ def _move_to_another_rank(orders: Orders, rank: int, place: int) -> None:
 
 def _wrong_microbatch(orders: Orders, rank: int, place: int) -> None:
     action = orders[rank][place]
-    orders[rank][place] = replace(action, turn=action.microbatch + 1)
+    orders[rank][place] = action._replace(turn=action.microbatch + 1)
 
 
 def _wrong_stage(orders: Orders, rank: int, place: int) -> None:
     action = orders[rank][place]
-    orders[rank][place] = replace(action, place=action.segment + 1)
+    orders[rank][place] = action._replace(place=action.segment + 1)
 
 
 def _backward_before_its_forward(orders: Orders, rank: int, place: int) -> None:

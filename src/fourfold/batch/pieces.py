@@ -14,6 +14,7 @@ Matrices lie before vectors (norms, biases) in every piece, so what decays is th
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 Shape = tuple[int, ...]
@@ -104,19 +105,24 @@ def _flat(shapes: Mapping[str, Shape], ranks: int) -> Pieces:
 
 def _rows(shapes: Mapping[str, Shape], ranks: int) -> Pieces:
     order = _matrices_first(shapes, shapes)
-    total = _numel(shapes)
+    return Pieces(order, _counts_of_rows(tuple(shapes[name] for name in order), ranks))
+
+
+@cache  # layers are alike
+def _counts_of_rows(shapes: tuple[Shape, ...], ranks: int) -> tuple[int, ...]:
+    total = sum(map(math.prod, shapes))
     cuts = [0]
     start, rank = 0, 1
-    for name in order:
-        numel = math.prod(shapes[name])
-        row = math.prod(shapes[name][1:])
+    for shape in shapes:
+        numel = math.prod(shape)
+        row = math.prod(shape[1:])
         while rank < ranks and start + numel >= total * rank / ranks:
-            rows = min(round(max(total * rank / ranks - start, 0) / (row or 1)), shapes[name][0])
+            rows = min(round(max(total * rank / ranks - start, 0) / (row or 1)), shape[0])
             cuts.append(start + rows * row)
             rank += 1
         start += numel
     cuts += [total] * (ranks + 1 - len(cuts))
-    return Pieces(order, tuple(stop - start for start, stop in pairwise(cuts)))
+    return tuple(stop - start for start, stop in pairwise(cuts))
 
 
 def _matrices(units: Sequence[Mapping[str, Shape]], ranks: int) -> list[Pieces]:

@@ -1,7 +1,7 @@
 """Which segments make a pipeline stage."""
 
 from collections.abc import Callable, Sequence
-from math import inf
+from itertools import pairwise
 
 
 def split(costs: Sequence[float], *, stages: int) -> list[int]:
@@ -24,7 +24,9 @@ def split(costs: Sequence[float], *, stages: int) -> list[int]:
     for layer in range(layers):
         ends = (costs[0] if layer == 0 else 0) + (costs[-1] if layer == layers - 1 else 0)
         before.append(before[-1] + costs[layer + 1] + ends)
-    dearest = _cheapest(before, stages, inf, max)[0]
+    # Stages that end once they pass the mean are few enough, and at most one layer above it.
+    bound = before[-1] / stages + max(stop - start for start, stop in pairwise(before))
+    dearest = _cheapest(before, stages, bound * (1 + 1e-9), max)[0]
     limit = dearest * (1 + 1e-9)  # sums in another order
     counts = _cheapest(before, stages, limit, lambda total, cost: total + cost * cost)[1]
     counts[0] += 1
@@ -41,13 +43,15 @@ def _cheapest(
     for stage in range(1, stages + 1):
         following: list[tuple[float, list[int]] | None] = [None] * (layers + 1)
         for stop in range(stage, layers - (stages - stage) + 1):
-            for start in range(stage - 1, stop):
+            for start in range(stop - 1, stage - 2, -1):
                 cost, known = before[stop] - before[start], best[start]
-                if known is None or cost > limit:
+                if cost > limit:
+                    break  # with more layers it only grows
+                if known is None:
                     continue
                 total = combine(known[0], cost)
                 held = following[stop]
-                if held is None or total < held[0]:
+                if held is None or total <= held[0]:
                     following[stop] = total, [*known[1], stop - start]
         best = following
     found = best[layers]

@@ -5,8 +5,8 @@ parameters that are gathered and reduced together. A `Program` has a list of act
 """
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from fourfold.errors import UserError, choices
 
@@ -70,8 +70,7 @@ _PATTERN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing to do: ``2F0`` is the forward of segment 2 on microbatch 0.
 
     ``2R0`` computes it again, since what it kept was dropped; ``2R0.1`` once more.

@@ -228,7 +228,7 @@ def _lanes(timeline: Timeline) -> dict[Lane, list[Span]]:
             gathered[span.rank, span.action] = span
         if span.action.kind is Kind.FREE:
             part = "weights"
-            gather = gathered[span.rank, replace(span.action, kind=Kind.GATHER)]
+            gather = gathered[span.rank, span.action._replace(kind=Kind.GATHER)]
             span = replace(span, start_seconds=gather.start_seconds)
         lanes.setdefault((span.rank, part), []).append(span)
     for spans in lanes.values():
