@@ -30,6 +30,8 @@ LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 5.0
 LONG_SECONDS = 2.0
 """What takes less is not worth a line on how far it is."""
+PLAIN_WAIT_SECONDS = 10.0
+"""The same without a terminal, and how often there is such a line."""
 
 
 class Logger(Protocol):
@@ -91,14 +93,14 @@ class Reporter:
             # Without a buffer: each line is there at once, and closing has nothing left that could fail.
             self._file = self._path.open("ab", buffering=0)
         self._recent: deque[tuple[float, int, int | None]] = deque(maxlen=RECENT_STEPS)
-        self._line = LiveLine(None)
+        self._line = LiveLine(self.console)
         self._loggers = _loggers(folder, run)
 
     def __enter__(self) -> "Reporter":
         if self.console.is_terminal:
             live = Live(console=self.console, auto_refresh=False)
             live.start()
-            self._line = LiveLine(live)
+            self._line = LiveLine(self.console, live)
             # A killed process could not show the cursor again.
             self.console.show_cursor(True)
         return self
@@ -224,17 +226,11 @@ class Reporter:
 
     def _show(self, report: StepReport) -> None:
         """Bring the live line up to date, or print a line when the last one is some seconds old."""
-        at_an_end = report.step in (1, self.total_steps)
-        interval = LIVE_SECONDS if self._line.live is not None else PLAIN_SECONDS
-        if not (at_an_end or self._line.is_due(interval)):
-            return
-        line = self.line(report)
-        self._line.show(line)
-        if self._line.live is None:
-            self.console.print(line)
+        if report.step in (1, self.total_steps) or self._line.is_due:
+            self._line.show(self.line(report))
 
     def wait(self, what: str, done_bytes: int, total_bytes: int, seconds: float) -> None:
-        """Show, on a terminal, how far something is that training waits for, once it takes long."""
+        """Show how far something is that training waits for, once it takes long."""
         self._line.wait(how_far(what, done_bytes, total_bytes, seconds), seconds)
 
     def line(self, report: StepReport) -> str:
@@ -257,25 +253,35 @@ class Reporter:
 
 
 class LiveLine:
-    """A line of the terminal that changes, not too often; ``live`` is None where there is no terminal."""
+    """A line of the terminal that changes, not too often; without one (``live``) a line now and then."""
 
-    def __init__(self, live: Live | None):
+    def __init__(self, console: Console, live: Live | None = None):
         self.live = live
+        self._console = console
         self._shown = -math.inf
 
-    def is_due(self, interval: float) -> bool:
-        """Whether the last line is so many seconds old."""
-        return time.monotonic() - self._shown >= interval
+    @property
+    def is_due(self) -> bool:
+        """Whether the last line is old enough for another one."""
+        return self._is_older(LIVE_SECONDS if self.live is not None else PLAIN_SECONDS)
+
+    def _is_older(self, seconds: float) -> bool:
+        return time.monotonic() - self._shown >= seconds
 
     def show(self, line: str) -> None:
-        """Show a line in place of the one before."""
+        """Show a line; on a terminal in place of the one before."""
         self._shown = time.monotonic()
         if self.live is not None:
             self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self._console.print(line)
 
     def wait(self, line: str, seconds: float) -> None:
         """Show how far something is that has taken so many seconds, once that is long."""
-        if self.live is not None and seconds >= LONG_SECONDS and self.is_due(LIVE_SECONDS):
+        long, interval = PLAIN_WAIT_SECONDS, PLAIN_WAIT_SECONDS
+        if self.live is not None:
+            long, interval = LONG_SECONDS, LIVE_SECONDS
+        if seconds >= long and self._is_older(interval):
             self.show(line)
 
 

@@ -1,4 +1,4 @@
-"""How far a command is shows on a terminal, and nowhere else."""
+"""How far a command is shows on a terminal, and elsewhere in a line now and then."""
 
 from io import StringIO
 from pathlib import Path
@@ -45,12 +45,16 @@ def test_what_takes_long_is_shown_on_a_terminal():
     assert shown(console).rindex("\x1b[2K") > shown(console).rindex("generating"), "nothing is left of it"
 
 
-def test_nothing_is_shown_where_there_is_no_terminal():
-    console = console_of(terminal=False)
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch):
+    console, now = console_of(terminal=False), 100.0
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now)
     with waiting(console) as wait:
-        wait.bytes("exporting", 10**9, 4 * 10**9, 9.0)
-        wait.tokens("generating", 1, 2, 9.0)
-    assert not shown(console)
+        for second in range(26):
+            now = 100.0 + second
+            wait.bytes("exporting", 10**8 * second, 4 * 10**9, float(second))
+    assert shown(console) == (
+        "exporting: 1.00 of 4.00 GB  0.10 GB/s  0:30 left\nexporting: 2.00 of 4.00 GB  0.10 GB/s  0:20 left\n"
+    )
 
 
 def test_each_token_is_told():

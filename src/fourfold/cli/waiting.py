@@ -1,4 +1,4 @@
-"""How far a command is, on a line of the terminal that goes away again."""
+"""How far a command is: a line of the terminal that goes away again, or a line of the log now and then."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from fourfold.reporting import LiveLine, clock_time, how_far
 
 
 class Waiting:
-    """Shows how far something is, where there is a terminal and it takes long."""
+    """Shows how far something is, where it takes long."""
 
-    def __init__(self, live: Live | None):
-        self._line = LiveLine(live)
+    def __init__(self, line: LiveLine):
+        self._line = line
 
     def bytes(self, what: str, done: int, total: int, seconds: float) -> None:
         """Show how many bytes are done, after so many seconds."""
@@ -29,10 +29,10 @@ class Waiting:
 
 @contextmanager
 def waiting(console: Console | None = None) -> Iterator[Waiting]:
-    """Yield what shows how far a command is, on stderr; nothing is left of it in the end."""
-    console = console or Console(stderr=True)
+    """Yield what shows how far a command is, on stderr; on a terminal nothing is left of it in the end."""
+    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield Waiting(None)
+        yield Waiting(LiveLine(console))
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield Waiting(live)
+        yield Waiting(LiveLine(console, live))
