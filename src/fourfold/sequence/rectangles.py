@@ -8,7 +8,7 @@ see each other, and what is left of it is a band. No row of a piece is empty: th
 their results could not bear one.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -65,19 +65,29 @@ def rectangles(
         window: how many tokens back it sees, itself included. Only with ``causal``.
     """
     bounds = [0, *accumulate(documents)]
+    k_runs = partition.runs[k_rank]
+    k_starts, k_stops = ([run[end] for run in k_runs] for end in (0, 1))
+    k_firsts = [0, *accumulate(stop - start for start, stop in k_runs)]
     found: list[Rectangle] = []
     q_first = 0
     for q_run in partition.runs[q_rank]:
-        k_first = 0
-        for k_run in partition.runs[k_rank]:
+        start, stop = _reach(q_run, bounds, causal, window)
+        for index in range(bisect_right(k_stops, start), bisect_left(k_starts, stop)):
+            k_run, k_first = k_runs[index], k_firsts[index]
             for piece in _pieces(q_run, k_run, bounds, causal):
                 if trimmed := _trimmed(piece, window):
                     found += [
                         _placed(block, q_first - q_run[0], k_first - k_run[0]) for block in _blocks(trimmed)
                     ]
-            k_first += k_run[1] - k_run[0]
         q_first += q_run[1] - q_run[0]
     return tuple(sorted(_joined(found), key=lambda piece: not piece.causal))
+
+
+def _reach(q_run: Run, bounds: Sequence[int], causal: bool, window: int | None) -> Run:
+    """Between which tokens all keys of a run's queries lie: in a pack few runs are among these."""
+    start = bounds[bisect_right(bounds, q_run[0]) - 1]
+    start = start if window is None else max(start, q_run[0] - window + 1)
+    return start, q_run[1] if causal else bounds[bisect_right(bounds, q_run[1] - 1)]
 
 
 def _pieces(q_run: Run, k_run: Run, bounds: Sequence[int], causal: bool) -> Iterator[Rectangle]:
@@ -151,7 +161,6 @@ def _joined(pieces: Sequence[Rectangle]) -> list[Rectangle]:
     return found
 
 
-@lru_cache(maxsize=4096)
 def keys_needed(
     partition: Partition,
     q_rank: int,

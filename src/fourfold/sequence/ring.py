@@ -20,6 +20,7 @@ query once: their results are written, not merged.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,13 +73,14 @@ class Around:
     ring: Ring
     documents: Documents
 
-    def steps(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Block], list[Part]]]:
+    def steps(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Block], tuple[Part, ...]]]:
         """Yield each rank, its keys and what to compute with them; those of the next are on their way."""
         blocks = self.own(k, v)
         for step in range(self.axis.size):
             source = (self.axis.rank - step) % self.axis.size
             following = self._keys(k, v, step + 1) if step + 1 < self.axis.size else None
-            yield source, blocks, list(self._parts(source, blocks))
+            needed = tuple(block.needed for block in blocks)
+            yield source, blocks, _parts(self.ring, self.axis.rank, source, needed)
             blocks = following() if following is not None else []
 
     def own(self, k: Tensor, v: Tensor) -> list[Block]:
@@ -126,17 +128,20 @@ class Around:
 
         return wait
 
-    def _parts(self, source: int, blocks: Sequence[Block]) -> Iterator[Part]:
-        """The rectangles of this rank's queries with blocks of another rank's keys."""
-        for number, block in enumerate(blocks):
-            batch = block.needed.rows.batch
-            for piece in self.ring.pieces(block.needed.rows, self.axis.rank, source):
-                queries = slice(piece.q_start, piece.q_stop)
-                first = block.needed.place(piece.k_start)
-                keys = slice(first, first + piece.k_stop - piece.k_start)
-                yield Part(
-                    piece, number, (batch, queries), (batch, slice(None), queries), (slice(None), keys)
-                )
+
+@lru_cache(maxsize=1024)
+def _parts(ring: Ring, q_rank: int, k_rank: int, needed: tuple[Needed, ...]) -> tuple[Part, ...]:
+    """The rectangles of a rank's queries with blocks of a rank's keys; every layer has the same."""
+    found = []
+    for number, block in enumerate(needed):
+        batch = block.rows.batch
+        for piece in ring.pieces(block.rows, q_rank, k_rank):
+            queries = slice(piece.q_start, piece.q_stop)
+            first = block.place(piece.k_start)
+            keys = slice(first, first + piece.k_stop - piece.k_start)
+            lse = (batch, slice(None), queries)
+            found.append(Part(piece, number, (batch, queries), lse, (slice(None), keys)))
+    return tuple(found)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, *, around: Around, scale: float) -> tuple[Tensor, Tensor]:

@@ -97,17 +97,21 @@ class Ring:
 
     def needed(self, documents: Documents, q_rank: int, k_rank: int) -> tuple[Needed, ...]:
         """Of which rows one rank needs which of another's keys. Nothing where it needs none: no message."""
-        found = []
-        for rows in rows_alike(documents):
-            partition = partition_of(rows.documents, self.ranks)
-            runs = keys_needed(
-                partition, q_rank, k_rank, rows.documents, causal=self.causal, window=self.window
-            )
-            if runs:
-                found.append(Needed(rows, runs))
-        return tuple(found)
+        return _needed(self, documents, q_rank, k_rank)
 
     def tokens(self, documents: Documents, q_rank: int, k_rank: int) -> int:
         """How many tokens' keys and values that is, over all rows."""
         needed = self.needed(documents, q_rank, k_rank)
         return sum((part.rows.stop - part.rows.start) * part.tokens for part in needed)
+
+
+@lru_cache(maxsize=4096)
+def _needed(ring: Ring, documents: Documents, q_rank: int, k_rank: int) -> tuple[Needed, ...]:
+    """Every layer asks for the same."""
+    found = []
+    for rows in rows_alike(documents):
+        partition = partition_of(rows.documents, ring.ranks)
+        runs = keys_needed(partition, q_rank, k_rank, rows.documents, causal=ring.causal, window=ring.window)
+        if runs:
+            found.append(Needed(rows, runs))
+    return tuple(found)
