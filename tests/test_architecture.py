@@ -42,6 +42,8 @@ FLOORS: dict[str, int] = {
     "channel.costs": 0,
     "channel.parts": 2,
     "channel.vocabulary": 2,
+    "channel.dropout": 2,
+    "channel.checked_plan": 2,
     "channel.regather": 2,
     "channel.tensor_parallel": 2,
     "channel.decoder": 2,

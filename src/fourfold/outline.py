@@ -274,7 +274,8 @@ def decoder_cuts(spec: ModelSpec, ranks: int, *, sequence_parallel: bool) -> dic
         if module in (plan.embedding, plan.head):
             cuts[name] = vocabulary(shape, ranks)
         elif branch is not None and short in branch.columns:
-            cuts[name] = in_parts(shape, 0, ranks, groups=branch.columns[short].groups)
+            columns = branch.columns[short]
+            cuts[name] = in_parts(shape, 0, ranks, groups=columns.groups, copied=columns.copied)
         elif branch is not None and short in branch.rows and attribute == "weight":
             cuts[name] = in_parts(shape, 1, ranks)
     return cuts

@@ -30,29 +30,55 @@ def test_a_fused_gate_and_up_are_cut_each() -> None:
 
 def test_fewer_heads_than_ranks_are_copied_to_neighbours() -> None:
     """Two key/value heads of 3 rows on 4 ranks: ranks 0 and 1 hold head 0. Their gradients add up."""
-    cut = in_parts((6, 5), 0, 4, groups=2)
+    cut = in_parts((6, 5), 0, 4, groups=2, copied=True)
     assert rows_of(cut) == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
     assert (cut.copies, cut.adds_up, cut.is_whole) == (2, True, False)
-    alone = in_parts((3, 5), 0, 4, groups=1)
+    alone = in_parts((3, 5), 0, 4, groups=1, copied=True)
     assert (alone.copies, alone.is_whole) == (4, True)
 
 
 @pytest.mark.parametrize(("groups", "ranks"), [(3, 2), (6, 4), (2, 3)])
 def test_heads_that_do_not_divide_are_refused(groups: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"tp={ranks} neither divides {groups} groups"):
-        in_parts((groups * 4, 2), 0, ranks, groups=groups)
+    with pytest.raises(ValueError, match=f"tp={ranks} neither divides {groups} groups nor is a multiple"):
+        in_parts((groups * 4, 2), 0, ranks, groups=groups, copied=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "how", "message"),
+    [
+        (16, 8, {"groups": 4}, "tp=8 does not divide 4 groups"),  # query heads have no copies
+        (4, 8, {}, "tp=8 does not divide 4 channels"),
+        (9, 2, {}, "tp=2 does not divide 9 channels"),
+        (9, 2, {"groups": 2}, "9 channels are not 2 groups of equal size"),
+        (9, 2, {"fused": 2}, "its 9 channels are not 2 matrices of equal size"),
+    ],
+)
+def test_no_row_is_left_out(rows: int, ranks: int, how: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        in_parts((rows, 2), 0, ranks, **how)
+
+
+def test_a_single_number_is_whole() -> None:
+    cut = whole((), 2, adds_up=True)
+    assert (cut.is_whole, cut.copies, cut.local_shape(1)) == (True, 2, ())
+    assert list(cut.global_runs(1, 0, 1)) == [(0, 1)]
 
 
 def test_a_vocabulary_of_any_size() -> None:
     assert rows_of(vocabulary((10, 2), 4)) == [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]]
-    with pytest.raises(ValueError, match="use tp=3 or less"):
+    with pytest.raises(ValueError, match="tp=4 is more than the 3 tokens of the vocabulary"):
         vocabulary((3, 2), 4)
 
 
 cuts = st.one_of(
     st.builds(
         lambda parts, size, before, after, ranks, fused: in_parts(
-            (*before, parts * size * fused, *after), len(before), ranks, groups=parts, fused=fused
+            (*before, parts * size * fused, *after),
+            len(before),
+            ranks,
+            groups=parts,
+            copied=True,
+            fused=fused,
         ),
         st.sampled_from([4, 8]),
         st.integers(1, 3),

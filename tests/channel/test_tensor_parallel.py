@@ -190,23 +190,6 @@ def test_hugging_faces_models(ranks: RankPool, kind: str, size: int, how: str) -
             assert error < tolerance, (name, error)
 
 
-def misnamed() -> str:
-    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
-    plan = Plan(
-        branches={"branch": Branch({"0": Columns()}, rows=("3",)), "other.*": Branch({}, rows=())}, head="h"
-    )
-    with pytest.raises(UserError) as caught:
-        tensor_parallel_(Net(), plan, mesh.tp, sequence_parallel=False)
-    return str(caught.value)
-
-
-def test_a_plan_that_names_what_is_not_there_is_refused(ranks: RankPool) -> None:
-    for message in ranks(2, misnamed):
-        assert "the plan's 'branch.3' is no module of the model" in message
-        assert "the plan's branch 'other.*' is no module of the model" in message
-        assert "the plan's 'h' is no module of the model" in message
-
-
 def without_a_length(layout: str) -> str:
     with pytest.raises(UserError) as caught:
         initialized(
@@ -218,22 +201,6 @@ def without_a_length(layout: str) -> str:
 def test_tokens_are_not_cut_by_a_guess(ranks: RankPool) -> None:
     for message in ranks(2, without_a_length, "tp2"):
         assert "give sequence_length, or use tp2:allreduce" in message
-
-
-def refusal() -> str:
-    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
-    model, _ = hugging_face("llama")
-    with pytest.raises(UserError) as caught:
-        tensor_parallel_(model, llama_plan(8, 3), mesh.tp, sequence_parallel=False)
-    return str(caught.value)
-
-
-def test_heads_that_do_not_divide_are_refused_before_anything_is_cut(ranks: RankPool) -> None:
-    for message in ranks(2, refusal):
-        assert (
-            "model.layers.0.self_attn.k_proj.weight: tp=2 neither divides 3 groups nor is a multiple"
-            in message
-        )
 
 
 def replicas_after_steps(layout: str) -> dict[str, list[str]]:
@@ -359,3 +326,24 @@ def test_a_branch_without_its_stream_is_refused() -> None:
     tensor_parallel_(net, RESIDUAL_PLAN, Mesh(Layout()).tp, sequence_parallel=False)
     with pytest.raises(UserError, match="a branch got no 'x_BSC', its first argument and the stream, but y"):
         net.branch(y=torch.zeros(1, 2, 4))
+
+
+def copied_on_a_rank(regather: bool) -> tuple[list[bool], list[bool]]:
+    """Which gradients a cut net got from its copy, and which of the copy's differ from its own later ones."""
+    mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
+    net = Net().double()
+    tensor_parallel_(net, NET_PLAN, mesh.tp, sequence_parallel=True, regather=regather)
+    copied = copy.deepcopy(net)
+    x_BSC = torch.ones(1, 2, 4, dtype=torch.float64)
+    copied(x_BSC).square().sum().backward()
+    from_copy = [parameter.grad is not None for parameter in net.parameters()]
+    net(x_BSC).square().sum().backward()
+    pairs = zip(net.parameters(), copied.parameters(), strict=True)
+    return from_copy, [not torch.equal(torch.as_tensor(a.grad), torch.as_tensor(b.grad)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("regather", [False, True])
+def test_a_copy_of_a_cut_module_has_parameters_of_its_own(ranks: RankPool, regather: bool) -> None:
+    for from_copy, different in ranks(2, copied_on_a_rank, regather):
+        assert not any(from_copy)
+        assert not any(different)

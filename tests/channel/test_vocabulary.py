@@ -1,6 +1,7 @@
 """The vocabulary-parallel loss and embedding."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_no_column_is_padding(ranks: RankPool) -> None:
         torch.testing.assert_close(gradient, torch.full((10,), 0.1) - F.one_hot(torch.tensor(label), 10))
 
 
+def test_a_rank_whose_tokens_are_all_ruled_out(ranks: RankPool) -> None:
+    """Logits of -inf for all of a rank's tokens, in one row; in another for all but one token."""
+    logits = torch.randn(1, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 3:] = -torch.inf
+    logits[0, 1, 1:] = -torch.inf
+    labels = torch.tensor([[2, 0, 5]])
+    expected = logits.clone().requires_grad_()
+    reference = F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum")
+    reference.backward()
+    found = ranks(2, loss_on_a_rank, logits, labels, 1.0)
+    assert [loss for loss, _ in found] == pytest.approx([float(reference.detach())] * 2, rel=1e-14)
+    torch.testing.assert_close(torch.cat([g for _, g in found], -1), expected.grad, rtol=0, atol=1e-15)
+
+
 def test_nothing_to_predict(ranks: RankPool) -> None:
     found = ranks(2, loss_on_a_rank, torch.randn(1, 3, 6), torch.full((1, 3), -100), 1.0)
     assert [loss for loss, _ in found] == [0.0, 0.0]
@@ -75,15 +90,16 @@ def test_a_label_outside_the_vocabulary_is_refused(ranks: RankPool) -> None:
         assert "is outside the vocabulary: use 0 to 9" in message
 
 
-def looked_up(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def looked_up(ids: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     mesh = Mesh(Layout(tp=torch.distributed.get_world_size()))
     ((first, stop),) = vocabulary(weight.shape, mesh.tp.size).runs[mesh.tp.rank]
-    embedding = nn.Embedding.from_pretrained(weight[first:stop].clone(), freeze=False)
+    embedding = nn.Embedding.from_pretrained(weight.clone(), freeze=False, **options)
+    embedding.weight = nn.Parameter(weight[first:stop].clone())
     look_up_own_rows_(embedding, first, vocab_size=len(weight))
     out = embedding(ids)
     out.backward(torch.ones_like(out))
     assert embedding.weight.grad is not None
-    return all_reduce_(out.detach().clone(), mesh.tp), embedding.weight.grad
+    return all_reduce_(out.detach().clone(), mesh.tp), embedding.weight.grad.to_dense()
 
 
 def test_the_rows_of_all_ranks_are_the_embedding(ranks: RankPool) -> None:
@@ -94,6 +110,17 @@ def test_the_rows_of_all_ranks_are_the_embedding(ranks: RankPool) -> None:
         assert torch.equal(out, weight[ids])
     counts = torch.cat([gradient for _, gradient in found])[:, 0]
     assert counts.tolist() == [2, 0, 1, 1, 2, 0, 2]
+
+
+@pytest.mark.parametrize("padding", [0, 5, -3])
+def test_padding_gets_no_gradient_and_what_lies_alike_on_other_ranks_does(
+    ranks: RankPool, padding: int
+) -> None:
+    """Token 5 is row 1 of the third rank; -3 is token 4, its row 0. As one process, sparse gradients too."""
+    ids = torch.arange(7).repeat(2, 1)
+    found = ranks(3, looked_up, ids, torch.randn(7, 3), padding_idx=padding, sparse=padding == 5)
+    counts = torch.cat([gradient for _, gradient in found])[:, 0]
+    assert counts.tolist() == [0 if token == padding % 7 else 2 for token in range(7)]
 
 
 def refused_token(token: int) -> str:

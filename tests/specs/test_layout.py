@@ -146,6 +146,9 @@ def test_every_rule_with_values_that_work():
         "tp=3 does not divide num_attention_heads=8, and neither divides num_key_value_heads=8 nor is a "
         "multiple of it (Channel axis): use tp=1, 2, 4 or 8"
     )
+    assert problems("cp4:ulysses,tp3", model=eight_heads)[0].endswith("use tp=1 or 2")  # with 4 heads a rank
+    few = eight_heads.replace({"vocab_size": 3})
+    assert problems("tp4", model=few) == ["tp=4 is more than vocab_size=3 (Channel axis): use tp=1 or 2"]
     assert problems("tp4") == []  # more ranks than key/value heads: copies
     assert problems("pp2") == problems("pp4") == problems("pp2:interleaved2") == problems("pp2:zbv") == []
 

@@ -51,6 +51,8 @@ class Cut:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of what a rank holds."""
+        if self.is_whole:
+            return self.shape
         held = sum(stop - start for start, stop in self.runs[rank])
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
@@ -60,7 +62,7 @@ class Cut:
         As half-open intervals, in the part's order.
         """
         inner = math.prod(self.shape[self.dim + 1 :])
-        width = self.shape[self.dim] * inner
+        width = math.prod(self.shape[self.dim :])
         spans = [(start * inner, stop * inner) for start, stop in self.runs[rank]]
         held = sum(stop - start for start, stop in spans)
         if held == width and len(spans) == 1:
@@ -79,11 +81,19 @@ class Cut:
 
 
 def whole(shape: Sequence[int], ranks: int, *, adds_up: bool) -> Cut:
-    """The cut of a parameter that every rank holds whole."""
-    return Cut(tuple(shape), 0, (((0, shape[0]),),) * ranks, adds_up)
+    """The cut of a parameter that every rank holds whole; it may be a single number, of no dimension."""
+    return Cut(tuple(shape), 0, (((0, math.prod(shape[:1])),),) * ranks, adds_up)
 
 
-def in_parts(shape: Sequence[int], dim: int, ranks: int, *, groups: int | None = None, fused: int = 1) -> Cut:
+def in_parts(
+    shape: Sequence[int],
+    dim: int,
+    ranks: int,
+    *,
+    groups: int | None = None,
+    copied: bool = False,
+    fused: int = 1,
+) -> Cut:
     """The cut of a parameter in equal parts.
 
     Args:
@@ -91,18 +101,24 @@ def in_parts(shape: Sequence[int], dim: int, ranks: int, *, groups: int | None =
         dim: along which it is cut.
         ranks: of the tp axis.
         groups: how many indivisible groups (heads) lie along ``dim`` in each of the fused matrices; None
-            where every index may go anywhere. Fewer groups than ranks are copied: each to equally many
-            neighbouring ranks, whose gradients add up.
+            where every index may go anywhere.
+        copied: whether fewer groups than ranks are copied, each to equally many neighbouring ranks, whose
+            gradients add up.
         fused: how many matrices lie one after another along ``dim``, each cut alike.
 
-    Raises ValueError where the ranks do not divide the groups, nor the groups the ranks.
+    Raises ValueError where the matrices or the groups are not of equal size, or the ranks do not divide the
+    groups; nor, with ``copied``, the groups the ranks.
     """
-    size = shape[dim] // fused
+    size, rest = divmod(shape[dim], fused)
+    if rest:
+        raise ValueError(f"its {shape[dim]} channels are not {fused} matrices of equal size")
+    if groups is not None and size % groups:
+        raise ValueError(f"{size} channels are not {groups} groups of equal size")
+    what = f"{size} channels" if groups is None else f"{groups} groups"
     groups = groups or size
-    if groups % ranks and ranks % groups:
-        raise ValueError(
-            f"tp={ranks} neither divides {groups} groups nor is a multiple of them (Channel axis)"
-        )
+    if groups % ranks and not (copied and ranks % groups == 0):
+        rule = f"neither divides {what} nor is a multiple of them" if copied else f"does not divide {what}"
+        raise ValueError(f"tp={ranks} {rule}")
     copies = max(1, ranks // groups)
     part = size // (ranks // copies)
     runs = tuple(
@@ -122,8 +138,6 @@ def vocabulary(shape: Sequence[int], ranks: int) -> Cut:
     """
     size = shape[0]
     if size < ranks:
-        raise ValueError(
-            f"tp={ranks} is more than the {size} tokens of the vocabulary: use tp={size} or less"
-        )
+        raise ValueError(f"tp={ranks} is more than the {size} tokens of the vocabulary")
     runs = tuple(((size * r // ranks, size * (r + 1) // ranks),) for r in range(ranks))
     return Cut(tuple(shape), 0, runs)

@@ -6,10 +6,13 @@ collective where the stream enters and one where it leaves, forward and backward
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fourfold.specs import ModelSpec
+
+COUNTED_POSITIONS = "the model counts positions along the stream, and each rank would start at 0"
+"""Of Hugging Face's models: why the stream stays whole."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,13 @@ class Columns:
 
     Attributes:
         groups: how many indivisible groups (heads) its outputs are; None where any output may go anywhere.
+        copied: whether more ranks than groups are served by copies. That is for key/value heads: each copy
+            serves other query heads.
         fused: how many matrices of that kind lie one after another in its outputs, as in a fused qkv.
     """
 
     groups: int | None = None
+    copied: bool = False
     fused: int = 1
 
 
@@ -47,11 +53,14 @@ class Plan:
     """How a model is cut on the tp axis. Everything that is not named is held whole by every rank.
 
     Attributes:
-        branches: by the names of their modules, in which ``*`` stands for a layer's number.
+        branches: by the names of their modules. ``*`` stands for a part of a name between dots, as a layer's
+            number.
         embedding: the name of the token embedding, cut by vocabulary.
         head: the name of the projection to the vocabulary, cut by vocabulary too.
         last_norm: the name of the module before the head, where the stream enters it.
         transposed: whether weights lie as (in, out), as in GPT-2's Conv1D.
+        whole_stream: why every rank needs the stream of all tokens, so that sequence parallelism is refused;
+            None where outside of the branches each token is computed by itself.
     """
 
     branches: Mapping[str, Branch]
@@ -59,20 +68,30 @@ class Plan:
     head: str | None = None
     last_norm: str | None = None
     transposed: bool = False
+    whole_stream: str | None = None
 
     def branch(self, name: str) -> Branch | None:
         """The branch that a module is, None where it is none."""
-        return next((branch for pattern, branch in self.branches.items() if fnmatchcase(name, pattern)), None)
+        return next((branch for pattern, branch in self.branches.items() if fits(name, pattern)), None)
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module's name is one of those that a branch's pattern stands for."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def decoder_plan(spec: ModelSpec) -> Plan:
-    """The plan of our decoder, whose names are those of the Llama, Qwen and Mistral families."""
-    return llama_plan(spec.num_attention_heads, spec.num_key_value_heads)
+    """The plan of our decoder, whose names are those of the Llama, Qwen and Mistral families.
+
+    It is told the positions of its tokens, whichever a rank has.
+    """
+    return replace(llama_plan(spec.num_attention_heads, spec.num_key_value_heads), whole_stream=None)
 
 
 def llama_plan(heads: int, kv_heads: int) -> Plan:
     """The plan of Hugging Face's Llama, Qwen2, Qwen3 and Mistral models."""
-    queries, keys = Columns(heads), Columns(kv_heads)
+    queries, keys = Columns(heads), Columns(kv_heads, copied=True)
     return Plan(
         branches={
             "model.layers.*.self_attn": Branch(
@@ -85,6 +104,7 @@ def llama_plan(heads: int, kv_heads: int) -> Plan:
         embedding="model.embed_tokens",
         head="lm_head",
         last_norm="model.norm",
+        whole_stream=COUNTED_POSITIONS,
     )
 
 
@@ -103,4 +123,5 @@ def gpt2_plan(heads: int) -> Plan:
         head="lm_head",
         last_norm="transformer.ln_f",
         transposed=True,
+        whole_stream=COUNTED_POSITIONS,
     )

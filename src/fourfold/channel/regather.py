@@ -9,6 +9,7 @@ kept, for one more all_gather a branch in the backward (Korthikanti et al. 2022,
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,17 +90,19 @@ def gathered_again(module: nn.Module, enter: Callable[[Tensor], Tensor]) -> Call
         module: the branch.
         enter: gives the stream of all tokens.
     """
-    forward, name = module.forward, stream_name(module)
+    # No closure: a copy of the module gets a forward of its own.
+    return partial(_entering, module.forward, stream_name(module), enter)
 
-    def entering(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, stream, whole = entered(args, kwargs, name, enter)
-        own = stream.detach()
 
-        @torch.no_grad()
-        def gather() -> Tensor:
-            return enter(own)
+def _entering(
+    forward: Callable[..., Any], name: str, enter: Callable[[Tensor], Tensor], /, *args: Any, **kwargs: Any
+) -> Any:
+    args, kwargs, stream, whole = entered(args, kwargs, name, enter)
+    own = stream.detach()
 
-        with Entered(gather).not_kept(whole):
-            return forward(*args, **kwargs)
+    @torch.no_grad()
+    def gather() -> Tensor:
+        return enter(own)
 
-    return entering
+    with Entered(gather).not_kept(whole):
+        return forward(*args, **kwargs)

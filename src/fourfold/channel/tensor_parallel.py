@@ -12,9 +12,8 @@ All of it stands in hooks around modules: the modules compute with the weights t
 of it, and their parameters keep their names.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.channel.cuts import Cut, in_parts, vocabulary, whole
+from fourfold.channel.checked_plan import checked_cuts, mark_as_cut_
+from fourfold.channel.cuts import Cut
+from fourfold.channel.dropout import refuse_dropout_
 from fourfold.channel.parts import part
 from fourfold.channel.plans import Branch, Plan
 from fourfold.channel.regather import entered, gathered_again, stream_name
 from fourfold.channel.vocabulary import look_up_own_rows_
 from fourfold.collectives.differentiable import all_gather, copy_to, reduce_from, reduce_scatter
-from fourfold.errors import UserError, nearest
 from fourfold.mesh import Axis
 from fourfold.models.parameters import parameter_sites
 
@@ -53,6 +53,10 @@ class TensorParallel:
         self.cuts = cuts
         self.sequence_parallel = sequence_parallel
         self.regather = regather
+
+    def __deepcopy__(self, memo: object) -> "TensorParallel":
+        """Itself: it says how ranks work together, which a copy of a cut module does as the module does."""
+        return self
 
     @contextmanager
     def whole_sequence(self) -> Iterator[None]:
@@ -91,11 +95,12 @@ def tensor_parallel_(
             outside of the plan's branches may mix tokens or depend on where they stand.
         regather: with sequence parallelism, see [Note: what entered] in `fourfold.channel.regather`.
 
-    Raises UserError where the plan names what is not there, or the ranks do not divide what it cuts.
+    Before it starts it raises UserError for all that the plan names and is not there, that the ranks do not
+    divide, or that would compute something else than one process; see `fourfold.channel.checked_plan`. A
+    copy of a cut module (`copy.deepcopy`) is a cut module of its own.
     """
-    _check_names(model, plan)
+    cuts = checked_cuts(model, plan, ranks=axis.size, sequence_parallel=sequence_parallel)
     sites = parameter_sites(model)
-    cuts = _cuts(model, plan, axis, sequence_parallel=sequence_parallel)
     for name, parameter in list(model.named_parameters()):
         if not cuts[name].is_whole:
             held = part(parameter.detach(), cuts[name], axis.rank).clone()
@@ -116,28 +121,10 @@ def tensor_parallel_(
     if plan.last_norm is not None:
         norm = model.get_submodule(plan.last_norm)
         norm.register_forward_hook(lambda _module, _args, out: parallel.enter(out))
+    if axis.size > 1:
+        refuse_dropout_(model)
+    mark_as_cut_(model)
     return parallel
-
-
-def _check_names(model: nn.Module, plan: Plan) -> None:
-    """Raise `UserError` for every name of the plan that the model does not have."""
-    modules = dict(model.named_modules())
-    problems = []
-    for pattern, branch in plan.branches.items():
-        places = [name for name in modules if fnmatchcase(name, pattern)]
-        if not places:
-            problems.append(f"the plan's branch '{pattern}' is no module of the model")
-        for short in (*branch.columns, *branch.rows):
-            problems += [
-                f"the plan's '{name}' is no module of the model.{nearest(name, modules)}"
-                for name in (f"{place}.{short}" for place in places[:1])
-                if name not in modules
-            ]
-    for place in (plan.embedding, plan.head, plan.last_norm):
-        if place is not None and place not in modules:
-            problems.append(f"the plan's '{place}' is no module of the model.{nearest(place, modules)}")
-    if problems:
-        raise UserError(*problems)
 
 
 def _tell_sizes_(module: nn.Module) -> None:
@@ -152,63 +139,22 @@ def _tell_sizes_(module: nn.Module) -> None:
         setattr(module, "nf", weight.shape[1])  # noqa: B010 - a plain number, unknown to nn.Module
 
 
-def _cuts(model: nn.Module, plan: Plan, axis: Axis, *, sequence_parallel: bool) -> dict[str, Cut]:
-    """The cut of every parameter; see [Note: gradients on the Channel axis] in `fourfold.channel.cuts`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ranks = axis.size
-    cuts = {
-        name: whole(parameter.shape, ranks, adds_up=sequence_parallel)
-        for name, parameter in model.named_parameters()
-    }
-    problems = []
-    out_dim = 1 if plan.transposed else 0
-
-    def cut_(module: nn.Module, attribute: str, make: Callable[[tuple[int, ...]], Cut]) -> None:
-        parameter = getattr(module, attribute, None)
-        if parameter is not None:
-            try:
-                cuts[names[id(parameter)]] = make(tuple(parameter.shape))
-            except ValueError as error:
-                problems.append(f"{names[id(parameter)]}: {error}")
-
-    for place, module in model.named_modules():
-        branch = plan.branch(place)
-        if branch is None:
-            continue
-        for name, parameter in module.named_parameters(prefix=place):
-            cuts[name] = whole(parameter.shape, ranks, adds_up=True)
-        for short, columns in branch.columns.items():
-            cut = partial(in_parts, ranks=ranks, groups=columns.groups, fused=columns.fused)
-            cut_(module.get_submodule(short), "weight", partial(cut, dim=out_dim))
-            cut_(module.get_submodule(short), "bias", partial(cut, dim=0))
-        for short in branch.rows:
-            cut_(module.get_submodule(short), "weight", partial(in_parts, dim=1 - out_dim, ranks=ranks))
-            cut_(module.get_submodule(short), "bias", partial(whole, ranks=ranks, adds_up=sequence_parallel))
-    for place in {plan.embedding, plan.head} - {None}:
-        assert place is not None
-        cut_(model.get_submodule(place), "weight", partial(vocabulary, ranks=ranks))
-        cut_(model.get_submodule(place), "bias", partial(vocabulary, ranks=ranks))
-    if problems:
-        raise UserError(*problems)
-    return cuts
-
-
 def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, transposed: bool) -> None:
     """Put the two collectives around a branch, and the row-wise biases behind the second one."""
     if parallel.regather and parallel.sequence_parallel:
         module.forward = gathered_again(module, parallel.enter)
     else:
         _enter_at_(module, parallel)
-    rows = [module.get_submodule(name) for name in branch.rows]
-    biased = [row for row in rows if getattr(row, "bias", None) is not None]
-    for row in biased:
-        row.forward = partial(_product, row, transposed)
+    rows = {name: module.get_submodule(name) for name in branch.rows}
+    biased = [name for name, row in rows.items() if getattr(row, "bias", None) is not None]
+    for name in biased:
+        rows[name].forward = partial(_product, rows[name], transposed)
 
-    def after(_module: nn.Module, _args: object, out: Any) -> Any:
+    def after(module: nn.Module, _args: object, out: Any) -> Any:
         stream, *rest = out if isinstance(out, tuple) else (out,)
         stream = parallel.leave(stream)
-        for row in biased:
-            stream = stream + torch.as_tensor(row.bias)
+        for name in biased:  # by name: a copy of the module has biases of its own
+            stream = stream + torch.as_tensor(module.get_submodule(name).bias)
         return (stream, *rest) if isinstance(out, tuple) else stream
 
     module.register_forward_hook(after)

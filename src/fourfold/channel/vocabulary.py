@@ -56,10 +56,12 @@ class _CrossEntropySum(torch.autograd.Function):
             statistics_2N[1, chunk] = at_label.to(high).masked_fill_(~is_mine[chunk], 0)
             log_p = torch.log_softmax(logits, -1, dtype=high)
             # Any column gives the log-sum-exp: the largest one with the least rounding.
-            largest, at = log_p.max(-1)
-            statistics_2N[0, chunk] = logits.gather(1, at[:, None])[:, 0].to(high) - largest
+            largest, at = logits.max(-1)
+            empty = largest == -torch.inf  # a model may rule out all tokens of a rank: no share of the sum
+            lse = largest.to(high) - log_p.gather(1, at[:, None])[:, 0]
+            statistics_2N[0, chunk] = lse.masked_fill_(empty, -torch.inf)
             if ctx.needs_input_grad[0]:
-                logits.copy_(log_p.exp_())
+                logits.copy_(log_p.exp_()).masked_fill_(empty[:, None], 0)
         parts_P2N = all_gather(statistics_2N[None], axis)
         lse_N = parts_P2N[:, 0].logsumexp(0)
         total = (lse_N - parts_P2N[:, 1].sum(0)).masked_fill(~valid, 0).sum()
@@ -94,15 +96,18 @@ def _check_ids(ids: Tensor, vocab_size: int) -> None:
 def look_up_own_rows_(embedding: nn.Embedding, first: int, *, vocab_size: int) -> None:
     """Have an embedding that holds the rows from ``first`` on give zeros for all other tokens.
 
-    The rows of all ranks then add up to the whole embedding's. A token outside the vocabulary is a
-    `UserError`, on a CPU.
+    The rows of all ranks then add up to the whole embedding's. The row of padding, which gets no gradient,
+    is that of one rank. A token outside the vocabulary is a `UserError`, on a CPU.
     """
     others: list[Tensor] = []
+    if embedding.padding_idx is not None:
+        own = range(first, first + embedding.weight.shape[0])
+        embedding.padding_idx = embedding.padding_idx - first if embedding.padding_idx in own else None
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if args[0].device.type == "cpu":  # an id of no rank would be zeros on all of them
             _check_ids(args[0], vocab_size)
-        is_mine, local = _columns(args[0], first, embedding.weight.shape[0])
+        is_mine, local = _columns(args[0], first, len(torch.as_tensor(module.weight)))
         others.append(~is_mine)
         return (local, *args[1:])
 

@@ -241,9 +241,11 @@ class Layout:
     def _channel_problems(self, model: ModelSpec) -> list[str]:
         """Every rank gets whole heads and the same number of MLP channels.
 
-        More ranks than key/value heads are served by copies, each head on the same number of ranks.
+        More ranks than key/value heads are served by copies, each head on the same number of ranks. Of the
+        vocabulary a rank gets at least one token.
         """
         heads, kv_heads, inner = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
+        vocabulary = model.vocab_size
 
         def broken(tp: int) -> list[str]:
             rules = {
@@ -252,14 +254,17 @@ class Layout:
                     kv_heads % tp == 0 or tp % kv_heads == 0
                 ),
                 f"does not divide intermediate_size={inner}": inner % tp == 0,
+                f"is more than vocab_size={vocabulary}": tp <= vocabulary,
             }
             return [rule for rule, kept in rules.items() if not kept]
 
         found = broken(self.tp)
         if not found:
             return []
-        fitting = nearby((tp for tp in divisors(heads) if not broken(tp)), self.tp)
-        return [f"tp={self.tp} {', and '.join(found)} (Channel axis): use tp={fitting}"]
+        fitting = [tp for tp in divisors(heads) if not broken(tp)]
+        with_cp = [tp for tp in fitting if not replace(self, tp=tp)._sequence_problems(model)]
+        values = nearby(with_cp or fitting, self.tp)
+        return [f"tp={self.tp} {', and '.join(found)} (Channel axis): use tp={values}"]
 
     def _sequence_problems(self, model: ModelSpec) -> list[str]:
         """Where heads are exchanged for tokens, every rank gets whole heads. Sequences have any length."""

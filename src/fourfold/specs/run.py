@@ -329,6 +329,8 @@ class RunSpec(Spec):
             model = self.model.spec(1 if vocab_size is None else vocab_size)
         except UserError as error:
             return list(error.messages)
+        if vocab_size is None:  # whichever it is, tp is taken to cut it
+            model = model.replace({"vocab_size": max(model.vocab_size, self.layout.tp)})
         problems = []
         length, longest = self.data.sequence_length, model.max_position_embeddings
         if length > longest:
