@@ -54,14 +54,14 @@ class _CrossEntropySum(torch.autograd.Function):
             logits, chunk = logits_NV[n : n + rows], slice(n, n + rows)
             at_label = logits.gather(1, column_N[chunk, None])[:, 0]
             statistics_2N[1, chunk] = at_label.to(high).masked_fill_(~is_mine[chunk], 0)
-            log_p = torch.log_softmax(logits, -1, dtype=high)
+            softmax = torch.softmax(logits, -1, dtype=high)
             # Any column gives the log-sum-exp: the largest one with the least rounding.
             largest, at = logits.max(-1)
             empty = largest == -torch.inf  # a model may rule out all tokens of a rank: no share of the sum
-            lse = largest.to(high) - log_p.gather(1, at[:, None])[:, 0]
+            lse = largest.to(high) - softmax.gather(1, at[:, None])[:, 0].log()
             statistics_2N[0, chunk] = lse.masked_fill_(empty, -torch.inf)
             if ctx.needs_input_grad[0]:
-                logits.copy_(log_p.exp_()).masked_fill_(empty[:, None], 0)
+                logits.copy_(softmax).masked_fill_(empty[:, None], 0)
         parts_P2N = all_gather(statistics_2N[None], axis)
         lse_N = parts_P2N[:, 0].logsumexp(0)
         total = (lse_N - parts_P2N[:, 1].sum(0)).masked_fill(~valid, 0).sum()
