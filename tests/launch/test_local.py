@@ -3,6 +3,7 @@
 import getpass
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.errors import RunStopped, UserError
+from fourfold.errors import RankFailed, RunStopped, UserError
 from fourfold.launch import Rank, check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.local import cores
 from fourfold.place import HERE, encoded
@@ -59,6 +60,32 @@ def rank_1_is_killed_in_a_collective(rank: Rank) -> None:
     if rank.job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
+
+
+def train_with_too_little_on_rank_1(rank: Rank) -> None:
+    """The logits take 64 MiB, and rank 1 gets 16 MiB once the model is there."""
+    from fourfold.data import SyntheticDataset
+    from fourfold.mesh import Mesh
+    from fourfold.specs import ModelSpec, RunSpec
+    from fourfold.training import train
+
+    def limit(*_: object) -> None:
+        if rank.job.rank == 1:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (size + 2**24, resource.RLIM_INFINITY))
+
+    connect(rank)
+    values = {
+        "layout": "dp2",
+        "model": {"preset": "tiny"},
+        "data": {"sequence_length": 256},
+        "training": {"steps": 1, "batch": 4},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    run, model = RunSpec.model_validate(values), ModelSpec.preset("tiny").replace({"vocab_size": 2**15})
+    data = SyntheticDataset(model.vocab_size, 256, seed=0)
+    mesh = Mesh(run.layout)
+    train(run, model, mesh, train_data=data, eval_data=data, on_report=print, on_start=limit)
 
 
 def differ(rank: Rank) -> None:
@@ -176,6 +203,16 @@ def test_a_rank_killed_in_a_collective_is_the_cause(capfd: pytest.CaptureFixture
     with pytest.raises(RunStopped) as caught:
         run_on_local_ranks(3, rank_1_is_killed_in_a_collective)
     assert str(caught.value) == "rank 1 was killed by SIGKILL (out of memory?) in step 36, 2B0"
+    assert time.monotonic() - started < SECONDS_TO_END
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_that_is_out_of_memory_is_named(capfd: pytest.CaptureFixture[str]):
+    started = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        run_on_local_ranks(2, train_with_too_little_on_rank_1)
+    said = r"rank 1 ran out of memory in step 1, \dF0(, after \w+ on axis \w+)?: .*memory.*"
+    assert re.fullmatch(said, str(caught.value)), str(caught.value)
     assert time.monotonic() - started < SECONDS_TO_END
     assert capfd.readouterr() == ("", "")
 
