@@ -65,6 +65,26 @@ def test_from_transformers_to_transformers(folder: Path, monkeypatch: pytest.Mon
     assert samples[0] == samples[1] != ""
 
 
+def test_what_import_says_and_writes(folder: Path) -> None:
+    spec = ModelSpec.from_config(folder / "theirs")
+    said = fourfold_("import", "theirs", "begin.toml").stdout
+    assert said == (
+        f"theirs: {spec.num_parameters:,} parameters in {spec.num_parameters * 4 / 1e6:,.1f} MB, all there "
+        "and finite; a tokenizer of 257 ids\n"
+        "begin.toml: begins with it; set data.source, then: fourfold train begin.toml\n"
+    )
+    run = RunSpec.load("begin.toml")
+    assert (run.model.spec(), run.data.tokenizer) == (spec, "theirs/tokenizer.json")
+    assert message_of("import", "theirs", "begin.toml") == (
+        "error: begin.toml is there already: give a new name\n"
+    )
+    [path, *_] = sorted((folder / "theirs").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-2:] = b"\xff\x7f"  # the last float32 is not a number
+    path.write_bytes(content)
+    assert "has values that are not finite in torch.float32" in message_of("import", "theirs")
+
+
 def test_a_run_that_goes_on_has_its_own_weights(folder: Path) -> None:
     """Not those of --init again, though that is given again."""
     options = ("--init", "theirs", "--set", "training.steps=2", "--set", "optimizer.learning_rate=0.01")

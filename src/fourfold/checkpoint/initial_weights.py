@@ -4,6 +4,9 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from fourfold.checkpoint.files import CHUNK_BYTES
 from fourfold.checkpoint.hugging_face import MOST_PROBLEMS, HuggingFaceWeights
 from fourfold.checkpoint.progress import Progress, counting
 from fourfold.checkpoint.ranks import messages_of_all
@@ -37,6 +40,29 @@ def read_hugging_face_(parallel: ParallelModel, folder: Path, progress: Progress
         raise UserError(*problems[:MOST_PROBLEMS])
     parallel.publish_()
     return read
+
+
+def read_all(
+    folder: Path,
+    spec: ModelSpec,
+    tell: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
+) -> int:
+    """Read every weight of a folder once, in one process, keep none, and return how many bytes they are.
+
+    Raises UserError with what is missing, damaged, not finite or does not fit. Memory does not grow with the
+    model. ``tell`` is given a line on each file that is not read, ``progress`` hears how far it is.
+    """
+    with HuggingFaceWeights(folder, spec, tell) as weights:
+        weights.check_head()
+        total = sum(map(weights.size_bytes, weights.located))
+        weights.on_read = counting(total, progress)
+        target = torch.empty(CHUNK_BYTES // 8)
+        for name, place in weights.located.items():
+            count = torch.Size(place.shape).numel()
+            for first in range(0, count, len(target)):
+                weights.read_(name, first, target[: count - first])
+        return total
 
 
 def check_hugging_face(folder: Path, spec: ModelSpec, tell: Callable[[str], None] = lambda _: None) -> str:

@@ -13,6 +13,7 @@ from fourfold.cli import (
     doctor,
     explain,
     export,
+    import_,
     plan,
     prepare,
     rehearse,
@@ -76,13 +77,14 @@ for command in (
     simulate.simulate,
     rehearse.rehearse,
     sample.sample,
+    import_.import_,
     export.export,
     prepare.prepare,
     schedule.schedule,
     doctor.doctor,
     bench.bench,
 ):
-    app.command()(command)
+    app.command(command.__name__.rstrip("_"))(command)
 
 
 @app.callback(invoke_without_command=True)
