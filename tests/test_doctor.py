@@ -50,6 +50,8 @@ def test_the_peak_of_a_known_gpu_is_its_datasheet(monkeypatch: pytest.MonkeyPatc
     mesh.world_size = 4
     peak = doctor.peak_of(mesh, "bfloat16")
     assert peak == doctor.Peak(4 * 989.4e12, "dense bfloat16 peak of NVIDIA H100 80GB HBM3")
+    given = doctor.peak_of(mesh, "bfloat16", given_tflops=750)
+    assert given == doctor.Peak(3e15, "peak of logging.peak_tflops=750 a device")
 
 
 def test_ranks_need_as_many_gpus(monkeypatch: pytest.MonkeyPatch):

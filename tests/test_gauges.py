@@ -98,17 +98,27 @@ def held(activations: int, logits: int) -> RankMemory:
     return RankMemory(rest, at_peak, at_peak | {Category.LOGITS: logits})
 
 
+def test_what_was_held_is_known_with_its_step() -> None:
+    """A run that goes on counts in the first step that it takes, whose documents are that step's."""
+    gauges = Gauges()
+    gauges.add(replace(report(5), held=held(1, 2)))
+    gauges.add(report(6))
+    assert (gauges.held, gauges.held_at_step) == (held(1, 2), 5)
+
+
 def test_counted_beside_predicted() -> None:
     """Of each pipeline rank the rank that held most; one of them by category."""
     step = Step(
         ModelSpec.preset("tiny"), Layout.parse("pp2,dp2"), batch=4, sequence_length=16, microbatches=2
     )
     counted = [held(activations, 500_000) for activations in (5_000_000, 6_000_000, 1_000_000, 0)]
-    rows = memory([Held(one, 7_000_000) for one in counted], step, device_type="cpu", packed=False)
+    documents = ((16,), (3, 13), (16,), (16,))  # the second is a row of ranks 1 and 3
+    rows = memory([Held(one, 7_000_000) for one in counted], step, documents, device_type="cpu")
     assert [(row.rank, row.pipeline_rank) for row in rows] == [(1, 0), (2, 1)]
     assert [row.counted for row in rows] == counted[1:3]
     assert [row.predicted for row in rows] == [
-        memory_of_rank(step, rank, device_type="cpu", packed=False) for rank in (1, 2)
+        memory_of_rank(step, 1, device_type="cpu", documents=[((3, 13),), ((16,),)]),
+        memory_of_rank(step, 2, device_type="cpu"),
     ]
     rows = [
         replace(rows[0], predicted=held(5_000_000, 0)),
@@ -148,7 +158,7 @@ def two_steps(layout: str, *, counts_memory: bool) -> tuple[list[float], Tensor,
     if not counts_memory:
         return losses, weights, [], []
     by_rank = gauges.held_by_all_ranks(trainer.parallel)
-    rows = memory(by_rank, Step.of_run(run, spec), device_type="cpu", packed=True)
+    rows = memory(by_rank, Step.of_run(run, spec), data.documents(0, 8), device_type="cpu")
     return losses, weights, rows, json.loads(json.dumps(summary([], [], rows)))["memory"]
 
 

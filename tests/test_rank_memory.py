@@ -72,7 +72,8 @@ def held(step: Step, *, packed: bool = False) -> tuple[Bytes, Bytes]:
     trainer = Trainer(run_of(step), step.spec, mesh, data=data)
     counted = trainer.step(0, counts_memory=True).held
     assert counted is not None
-    predicted = memory_of_rank(step, mesh.rank, device_type="cpu", packed=packed)
+    documents = step.documents_of(mesh.rank, data.documents(0, step.batch)) if packed else None
+    predicted = memory_of_rank(step, mesh.rank, device_type="cpu", documents=documents)
     return dict(counted.at_peak), dict(predicted.at_peak)
 
 

@@ -77,6 +77,8 @@ def test_every_step_and_evaluation_is_one_line(tmp_path: Path):
             "model_flops": 10**6,
             "model_flops_square": 1_500_000,
             "executed_flops": 1_110_000,
+            "model_flops_per_second_per_device": 500_000.0,
+            "executed_flops_per_second_per_device": 555_000.0,
             "mfu": 0.5,
             "mfu_square": 0.75,
             "hfu": 0.555,

@@ -30,11 +30,19 @@ class Peak:
     origin: str
 
 
-def peak_of(mesh: Mesh, dtype: str) -> Peak:
-    """Return the peak of all ranks together: from the table of devices, or measured now.
+def peak_of(mesh: Mesh, dtype: str, *, given_tflops: float = 0) -> Peak:
+    """Return the peak of all ranks together: as given, from the table of devices, or measured now.
 
     Called on all ranks. Ranks measure at the same time, because those of one machine share its cores.
+
+    Args:
+        mesh: the ranks.
+        dtype: that computation runs in.
+        given_tflops: of one device in TFLOP/s; 0 where nothing is given.
     """
+    if given_tflops:
+        origin = f"peak of logging.peak_tflops={given_tflops:g} a device"
+        return Peak(given_tflops * 1e12 * mesh.world_size, origin)
     if mesh.device.type == "cuda":
         name = torch.cuda.get_device_name(mesh.device)
         known = dense_peak_flops(name, dtype)

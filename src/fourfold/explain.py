@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
+from fourfold.block_memory import BlockMemory
 from fourfold.channel.costs import ChannelCosts
 from fourfold.errors import UserError
 from fourfold.events import SegmentCosts, step_events
@@ -65,29 +65,38 @@ class Explanation:
         """What a rank of each pipeline stage holds."""
         return [rank_memory(self.holdings(rank)) for rank in range(self.step.layout.pp)]
 
-    def holdings(self, rank: int, shard: int | None = None, *, packed: bool = False) -> Holdings:
+    def holdings(
+        self, rank: int, shard: int | None = None, *, documents: Sequence[Documents] | None = None
+    ) -> Holdings:
         """What the memory of a pipeline rank follows from, on the rank of the pieces that owns most.
 
-        ``packed`` says whether rows have several documents.
+        Arguments as of `events`.
         """
         step, found = self.step, self.outline
         shard = found.heaviest_shard(rank) if shard is None else shard
-        sizes = replace(step.sizes, device_type=self.device_type, packed=packed)
-        of_kind = {"embed": sizes.embed(), "head": sizes.head(), "layer": sizes.layer()}
+        sizes = step.sizes
+        packed = [any(len(row) > 1 for row in rows) for rows in documents or ()]
+        segments = {is_packed: self._segments(packed=is_packed) for is_packed in {False, *packed}}
         tokens = step.rows * step.sequence_length
         own = sizes.tokens if step.layout.cp > 1 else 0  # a rank's own tokens are copies then
         return Holdings(
             found.program,
             rank,
             found.units_on(rank, shard),
-            [[of_kind[_kind(name)] for name in names] for names in found.blocks],
-            optimizer_bytes=optimizer_bytes(found, rank, shard),
+            [segments[is_packed] for is_packed in packed or [False] * step.microbatches],
+            optimizer_bytes=found.optimizer_bytes(rank, shard),
             batch_bytes=step.microbatches * 3 * 8 * (tokens + own),
             rotary_bytes=sizes.rotary,
             rotating_bytes=sizes.rotating,
             equal_pieces_are_summed_in_place=self.device_type == "cuda",
             arrived=self._arrivals[rank],
         )
+
+    def _segments(self, *, packed: bool) -> list[list[BlockMemory]]:
+        """What the blocks of each segment take; of rows of several documents, or of one each."""
+        sizes = replace(self.step.sizes, device_type=self.device_type, packed=packed)
+        of_kind = {"embed": sizes.embed(), "head": sizes.head(), "layer": sizes.layer()}
+        return [[of_kind[kind] for kind in kinds] for kinds in self._kinds_of_blocks]
 
     @cached_property
     def _arrivals(self) -> list[dict[Action, tuple[Action, ...]]]:
@@ -254,36 +263,19 @@ def explain(step: Step, *, device_type: str = "cuda", tp_rank: int | None = None
     return Explanation(step, outline(step, tp_rank=seen_from), device_type)
 
 
-def memory_of_rank(step: Step, rank: int, *, device_type: str = "cuda", packed: bool = False) -> RankMemory:
+def memory_of_rank(
+    step: Step, rank: int, *, device_type: str = "cuda", documents: Sequence[Documents] | None = None
+) -> RankMemory:
     """Predict what one rank of all holds. Raises UserError with every rule that the layout breaks.
 
-    ``packed`` says whether rows have several documents.
+    ``documents`` are those of each of its microbatches; None where each row is one document.
     """
     at = step.layout.coordinates(rank)
     shard = 0
     for axis in step.layout.shard_axes:
         shard = shard * step.layout.size(axis) + at[axis]
     found = explain(step, device_type=device_type, tp_rank=at["tp"])
-    return rank_memory(found.holdings(at["pp"], shard, packed=packed))
-
-
-def optimizer_bytes(found: Outline, rank: int, shard: int) -> int:
-    """What the optimizer keeps of what a rank owns: two moments, or Muon's one of the layers' matrices."""
-    total = 0
-    for unit in found.units:
-        if rank not in unit.holders:
-            continue
-        owned = unit.pieces.counts[shard]
-        total += 2 * owned
-        if found.step.optimizer == "muon":
-            first, stop = sum(unit.pieces.counts[:shard]), sum(unit.pieces.counts[: shard + 1])
-            offset = 0
-            for name in unit.pieces.order:
-                size = prod(unit.shapes[name])
-                if len(unit.shapes[name]) == 2 and name.startswith("model.layers."):
-                    total -= max(0, min(stop, offset + size) - max(first, offset))
-                offset += size
-    return total * ITEMSIZES[master_dtype(found.step.dtype)]
+    return rank_memory(found.holdings(at["pp"], shard, documents=documents))
 
 
 def summed_up(events: Sequence[Event], step: Step) -> list[Traffic]:

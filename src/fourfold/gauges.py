@@ -111,14 +111,16 @@ class MemoryRow:
     memory_bytes: int
 
 
-def memory(by_rank: Sequence["Held"], step: Step, *, device_type: str, packed: bool) -> list[MemoryRow]:
+def memory(
+    by_rank: Sequence["Held"], step: Step, documents: Documents, *, device_type: str
+) -> list[MemoryRow]:
     """What was held beside what was predicted: of each pipeline rank's ranks the one that held most.
 
     Args:
         by_rank: what was counted.
         step: what was trained.
+        documents: in each row of the global batch while it was counted.
         device_type: ``cuda`` or ``cpu``: whose collectives it used.
-        packed: whether rows had several documents.
     """
     of_stage: dict[int, int] = {}
     for rank, held in enumerate(by_rank):
@@ -126,16 +128,12 @@ def memory(by_rank: Sequence["Held"], step: Step, *, device_type: str, packed: b
         before = of_stage.get(place)
         if before is None or held.counted.peak > by_rank[before].counted.peak:
             of_stage[place] = rank
-    return [
-        MemoryRow(
-            rank,
-            place,
-            by_rank[rank].counted,
-            memory_of_rank(step, rank, device_type=device_type, packed=packed),
-            by_rank[rank].memory_bytes,
-        )
-        for place, rank in sorted(of_stage.items())
-    ]
+    found = []
+    for place, rank in sorted(of_stage.items()):
+        own = step.documents_of(rank, documents)
+        predicted = memory_of_rank(step, rank, device_type=device_type, documents=own)
+        found.append(MemoryRow(rank, place, by_rank[rank].counted, predicted, by_rank[rank].memory_bytes))
+    return found
 
 
 @dataclass(frozen=True)
@@ -152,6 +150,7 @@ class Gauges:
     def __init__(self) -> None:
         self.last: StepReport | None = None
         self.held: RankMemory | None = None
+        self.held_at_step: int | None = None
         self._sums: Counter[str] = Counter()
         self._steps = 0
         self._is_warm = False
@@ -161,7 +160,8 @@ class Gauges:
         if self._steps == 1 and not self._is_warm:
             self._sums, self._steps, self._is_warm = Counter(), 0, True
         self.last = report
-        self.held = report.held or self.held
+        if report.held is not None:
+            self.held, self.held_at_step = report.held, report.step
         self._steps += 1
         if report.spent is not None:
             self._sums.update(report.spent.parts())

@@ -23,6 +23,7 @@ from fourfold.layer.split import split
 from fourfold.program.check import check
 from fourfold.program.program import Program
 from fourfold.recompute.costs import decoder_blocks
+from fourfold.sequence.rows import Documents
 from fourfold.specs import Layout, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.traffic import Event
@@ -99,6 +100,13 @@ class Step:
     def rows(self) -> int:
         """Sequences of a microbatch on a rank."""
         return self.batch // (self.microbatches * self.layout.size("dp", "fsdp"))
+
+    def documents_of(self, rank: int, rows: Documents) -> list[Documents]:
+        """What the microbatches of a rank have of the rows of a global batch; see `fourfold.training`."""
+        at, data = self.layout.coordinates(rank), self.layout.size("dp", "fsdp")
+        place = at["dp"] * self.layout.fsdp + at["fsdp"]
+        first = [(m * data + place) * self.rows for m in range(self.microbatches)]
+        return [rows[start : start + self.rows] for start in first]
 
     def taking_part(self, event: Event) -> int:
         """How many ranks a message of the step is of: of the cp axis, the exchange of Ulysses has its own."""
@@ -181,6 +189,24 @@ class Outline:
         counts = [unit.pieces.counts for unit in self.units if rank in unit.holders]
         loads = [sum(owned) for owned in zip(*counts, strict=True)]
         return loads.index(max(loads))
+
+    def optimizer_bytes(self, rank: int, shard: int) -> int:
+        """What the optimizer keeps of what a rank owns: two moments, or Muon's one of the layers' matrices."""
+        total = 0
+        for unit in self.units:
+            if rank not in unit.holders:
+                continue
+            owned = unit.pieces.counts[shard]
+            total += 2 * owned
+            if self.step.optimizer == "muon":
+                first, stop = sum(unit.pieces.counts[:shard]), sum(unit.pieces.counts[: shard + 1])
+                offset = 0
+                for name in unit.pieces.order:
+                    size = prod(unit.shapes[name])
+                    if len(unit.shapes[name]) == 2 and name.startswith("model.layers."):
+                        total -= max(0, min(stop, offset + size) - max(first, offset))
+                    offset += size
+        return total * ITEMSIZES[master_dtype(self.step.dtype)]
 
 
 def outline(step: Step, *, tp_rank: int = 0) -> Outline:

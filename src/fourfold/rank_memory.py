@@ -48,7 +48,7 @@ class Holdings:
         program: of the step.
         rank: the pipeline rank.
         units: those that the rank holds, by number in the program.
-        blocks: the blocks of each segment of the model, in order.
+        blocks: of each microbatch, the blocks of each segment of the model, in order.
         optimizer_bytes: the optimizer's state.
         batch_bytes: of all microbatches' tokens, labels and positions.
         rotary_bytes: of one microbatch's rotary angles, and ``rotating_bytes`` while they are made.
@@ -59,7 +59,7 @@ class Holdings:
     program: Program
     rank: int
     units: Mapping[int, UnitSize]
-    blocks: Sequence[Sequence[BlockMemory]]
+    blocks: Sequence[Sequence[Sequence[BlockMemory]]]
     optimizer_bytes: int
     batch_bytes: int
     rotary_bytes: int
@@ -157,11 +157,12 @@ class _Walk:
         segment, microbatch = action.segment, action.microbatch
         place, before = (segment, microbatch), (segment - 1, microbatch)
         self._take_message(action)
+        segments = self._holdings.blocks[microbatch]
         if microbatch not in self._rotated:
             self._rotated.add(microbatch)
             self._add(Category.BATCH, self._holdings.rotating_bytes)
             self._add(Category.BATCH, self._holdings.rotary_bytes - self._holdings.rotating_bytes)
-        blocks = self._holdings.blocks[segment]
+        blocks = segments[segment]
         keeps = action in self._left.tapes
         if keeps:  # what was kept of a forward that ran before becomes a part of this one's tape
             self._add(Category.ACTIVATIONS, -self._kept.pop(place, 0))
@@ -183,7 +184,7 @@ class _Walk:
             self._tapes[place] = kept, logits
         is_needed = action.kind is Kind.FORWARD or action in self._left.outputs
         if segment + 1 < self._program.num_segments and is_needed:
-            self._outputs[place] = self._holdings.blocks[segment + 1][0].input
+            self._outputs[place] = segments[segment + 1][0].input
             self._add(Category.ACTIVATIONS, self._outputs[place])
         elif segment + 1 == self._program.num_segments:
             self._output_gradients[place] = 0
@@ -193,7 +194,7 @@ class _Walk:
         place = segment, microbatch
         self._take_message(action)
         self._take_gradients(segment)
-        blocks = self._holdings.blocks[segment]
+        blocks = self._holdings.blocks[microbatch][segment]
         halved = action.kind is Kind.INPUT_GRADIENT
         gone = gone_logits = 0
         for block, following in zip(reversed(blocks), [None, *reversed(blocks)], strict=False):
@@ -218,7 +219,8 @@ class _Walk:
     def _weight_gradient(self, action: Action) -> None:
         self._take_gradients(action.segment)
         kept, logits = self._tapes.pop((action.segment, action.microbatch))
-        self._moment(max(block.product for block in self._holdings.blocks[action.segment]))
+        blocks = self._holdings.blocks[action.microbatch][action.segment]
+        self._moment(max(block.product for block in blocks))
         self._add(Category.LOGITS, -logits)
         self._add(Category.ACTIVATIONS, -kept)
 
@@ -271,7 +273,8 @@ class _Walk:
         self._sends[action] = sent
 
     def _receive(self, action: Action) -> None:
-        size = self._holdings.blocks[action.segment + (action.kind is Kind.RECV_GRADIENT)][0].input
+        segments = self._holdings.blocks[action.microbatch]
+        size = segments[action.segment + (action.kind is Kind.RECV_GRADIENT)][0].input
         self._receives[action] = size
         self._add(Category.ACTIVATIONS, size)
 

@@ -136,6 +136,8 @@ class Reporter:
             "model_flops": model_flops,
             "model_flops_square": self.model_flops_square,
             "executed_flops": executed_flops,
+            "model_flops_per_second_per_device": self.of_each(model_flops, report.seconds),
+            "executed_flops_per_second_per_device": self.of_each(executed_flops, report.seconds),
             "mfu": self.of_peak(model_flops, report.seconds),
             "mfu_square": self.of_peak(self.model_flops_square, report.seconds),
             "hfu": self.of_peak(executed_flops, report.seconds),
@@ -202,6 +204,10 @@ class Reporter:
                 self._file = self._path.open("ab", buffering=0)
                 told = f"{told}; the metrics of before are kept as {earlier.name}"
         self.console.print(told)
+
+    def of_each(self, flops: int | None, seconds: float) -> float | None:
+        """Return the FLOP/s of one device, None where they are not known."""
+        return None if flops is None else flops / seconds / self.ranks
 
     def of_peak(self, flops: int | None, seconds: float) -> float | None:
         """Return FLOPs over what the peak would do in that time: MFU or HFU. None where either is unknown."""

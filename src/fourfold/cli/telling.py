@@ -44,7 +44,7 @@ def telling(
     rank: Rank, run: RunSpec, folder: Path | None, mesh: Mesh, prepared: Prepared
 ) -> Iterator["Telling"]:
     """Yield what tells of a run on this rank. While it is open, rank 0 holds the run's folder."""
-    peak = peak_of(mesh, run.training.dtype)
+    peak = peak_of(mesh, run.training.dtype, given_tflops=run.logging.peak_tflops)
     if not rank.is_first:
         yield Telling(run, mesh, None, None, math.nan)
         return
@@ -151,14 +151,15 @@ class Telling:
         if self._reporter is None:
             return
         assert self._folder is not None
-        run, last = self._run, self._gauges.last
+        run, last, counted_at = self._run, self._gauges.last, self._gauges.held_at_step
         assert last is not None
+        assert counted_at is not None
         self.draw_curves()
         _draw_program(model, timeline, self._folder, step=run.training.steps)
         device = self._mesh.device.type
         sent = traffic(last, _predicted(run, model_spec, data, device))
-        packed = any(len(row) > 1 for row in data.documents(last.step - 1, run.training.batch))
-        rows = memory(held, Step.of_run(run, model_spec), device_type=device, packed=packed)
+        documents = data.documents(counted_at - 1, run.training.batch)
+        rows = memory(held, Step.of_run(run, model_spec), documents, device_type=device)
         _tell_gauges(self._reporter, self._folder, by_rank, sent, rows, self._title)
         self._reporter.note({"step": last.step, **summary(by_rank, sent, rows)})
         _tell(self._reporter, self._folder, self._unigram)
@@ -232,9 +233,7 @@ def _units(model: ParallelModel) -> str:
 def _predicted(run: RunSpec, model_spec: ModelSpec, data: PackedDataset, device: str) -> list[Event]:
     """What rank 0 sends in the last step, by formula."""
     step = Step.of_run(run, model_spec)
-    rows = data.documents(run.training.steps - 1, step.batch)
-    size = step.batch // step.microbatches
-    documents = [rows[m * size : m * size + step.rows] for m in range(step.microbatches)]
+    documents = step.documents_of(0, data.documents(run.training.steps - 1, step.batch))
     return explain(step, device_type=device).events(0, shard=0, documents=documents)
 
 
@@ -261,6 +260,10 @@ def _tell(reporter: Reporter, folder: Path, unigram: float) -> None:
         loss = reporter.evaluations[-1].loss
         reporter.console.print(f"held-out loss {loss:.4f} nats per token; unigram entropy {unigram:.4f}")
     middle = median(values["tokens_per_second"] for values in reporter.steps)
+    model = reporter.median("model_flops_per_second_per_device")
+    executed = reporter.median("executed_flops_per_second_per_device")
+    if model is not None and executed is not None:
+        reporter.console.print(f"each device: {_rate(model)} of the model, {_rate(executed)} executed")
     mfu, hfu = reporter.median("mfu"), reporter.median("hfu")
     share = "MFU -, HFU -"
     if mfu is not None and hfu is not None and reporter.peak is not None:

@@ -215,10 +215,16 @@ class SampleSection(Spec):
 
 
 class LoggingSection(Spec):
-    """[logging]: where metrics go besides the run folder."""
+    """[logging]: where metrics go besides the run folder, and what MFU and HFU are fractions of."""
 
     tensorboard: bool = Field(default=False, description="write TensorBoard files into the run folder")
     wandb: str = Field(default="", description="Weights & Biases project, empty: off")
+    peak_tflops: float = Field(
+        default=0,
+        ge=0,
+        allow_inf_nan=False,
+        description="dense peak of one device in TFLOP/s, 0: from the table of devices, or measured",
+    )
 
 
 class RunSpec(Spec):
