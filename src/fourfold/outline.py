@@ -191,7 +191,7 @@ class Outline:
         return loads.index(max(loads))
 
     def optimizer_bytes(self, rank: int, shard: int) -> int:
-        """What the optimizer keeps of what a rank owns: two moments, or Muon's one of the layers' matrices."""
+        """What the optimizer keeps of what a rank owns: two moments; of matrices of layers Muon keeps one."""
         total = 0
         for unit in self.units:
             if rank not in unit.holders:
