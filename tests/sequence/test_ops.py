@@ -1,6 +1,7 @@
 """Attention over ranks as an op: inside a compiled graph, and kept by name through a recomputation."""
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,10 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fourfold.collectives import record
 from fourfold.mesh import Mesh
-from fourfold.models.attention import attention
+from fourfold.models import Decoder, Microbatch
 from fourfold.sequence.attention import ContextAttention
+from fourfold.sequence.decoder import cut_sequences_
 from fourfold.sequence.ops import context_attention, context_attention_backward
-from fourfold.specs import Layout
+from fourfold.specs import Layout, ModelSpec
+from fourfold.traffic import Event
 from tests.ranks import RankPool
 
 DOCUMENTS = ((5, 11), (16,))
@@ -36,23 +39,36 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
-def test_torch_compile_takes_it_whole() -> None:
-    """In one graph, forward and backward, with the values of plain attention."""
-    mesh = Mesh(Layout())
-    attend = ContextAttention(ring=mesh.cp, ulysses=mesh.cp)
+def compiled_and_not(layout: str) -> tuple[list[list[Tensor]], list[list[Event]]]:
+    """Output and gradients of a whole layer, and its messages: first as it is, then as one graph."""
+    spec = ModelSpec.preset("tiny-qwen3")
+    torch.manual_seed(0)
+    model = Decoder(spec).double()
+    attend = cut_sequences_(model, Mesh(Layout.parse(layout)))
+    assert attend is not None
+    layer, tokens = model.model.layers[0], torch.zeros(2, 16, dtype=torch.int64)
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in DOCUMENTS])
+    batch = Microbatch(tokens, tokens, positions, DOCUMENTS).take(attend.columns(DOCUMENTS))
+    cos, sin = model.rotary(batch, torch.float64)
+    x_BSC = torch.randn(*cos.shape[:2], spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    found, messages = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about how it compiles a norm of ours
+        for run in (layer, torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")):
+            with record() as events:
+                out = run(x_BSC, cos, sin, DOCUMENTS)
+                found.append([out, *torch.autograd.grad(out.square().sum(), [x_BSC, *layer.parameters()])])
+            messages.append(list(events))
+    return [[tensor.detach() for tensor in tensors] for tensors in found], messages
 
-    def squared(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q * 2, k.sin(), v, documents=DOCUMENTS, window=None, scale=0.3).square().sum()
 
-    compiled = torch.compile(partial(squared, attend), fullgraph=True, backend="aot_eager")
-    tensors = inputs(16)
-    expected = squared(attention, *tensors)
-    found = compiled(*tensors)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    for mine, right in zip(
-        torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True
-    ):
-        torch.testing.assert_close(mine, right, rtol=0, atol=1e-11)
+def test_torch_compile_takes_a_layer_whole(ranks: RankPool) -> None:
+    """In one graph, forward and backward: the same numbers and the same messages."""
+    for (plain, compiled), (expected, events) in ranks(2, compiled_and_not, "cp2:ulysses"):
+        assert events == expected
+        assert len(events) == 4
+        for mine, right in zip(compiled, plain, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
 def test_its_gradients_are_those_of_finite_differences() -> None:
