@@ -167,6 +167,7 @@ def test_python_m_fourfold():
                 "--save s.txt: the file's name must end in .csv or .json",
             ],
         ),
+        (["schedule", "1f1b", "--times", "1e308,1,1"], ["e.g. 1,1.2,0.8,0.1: numbers from 0 to 1e+09"]),
         (["schedule"], ["which schedule? Use gpipe, 1f1b, interleaved2"]),
         (["schedule", "no.csv"], ["cannot read the schedule no.csv: No such file or directory"]),
         (

@@ -49,9 +49,18 @@ def test_a_grid_goes_on_below_where_it_is_too_wide() -> None:
     ]
 
 
-def test_a_grid_of_too_many_columns_is_left_out() -> None:
-    text = grid(schedule("1f1b", ranks=2, microbatches=8), Times(1, 1.01, 1))
-    assert text == "(no grid: it would have 2709 columns, and 200 can be read)"
+def test_measured_times_are_rounded_to_columns() -> None:
+    """In seconds, with nothing in common: the shortest, W of 0.9 ms, takes 4 columns."""
+    times = Times(0.002003, 0.0031, 0.0009)
+    assert grid(schedule("zb-h1", ranks=2, microbatches=1), times).splitlines() == [
+        "rank 0 " + 9 * " F0" + 23 * " . " + 13 * " I0" + 4 * " W0",
+        "rank 1 " + 9 * " . " + 9 * " F0" + 14 * " I0" + 4 * " W0" + 12 * " . " + " .",
+    ]
+
+
+def test_a_grid_of_too_many_actions_is_left_out() -> None:
+    text = grid(schedule("1f1b", ranks=2, microbatches=67), Times())
+    assert text == "(no grid: it would have more than the 200 columns that can be read)"
 
 
 def test_the_summary_gives_bubble_and_memory() -> None:

@@ -1,7 +1,6 @@
 """``fourfold schedule``: pipeline schedules, drawn, compared, written to files."""
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
 
 _STAGES, _MICROBATCHES = 4, 8
 """Of a schedule by name, where nothing else is asked for; a file says its own."""
+
+_LONGEST = 1e9
+"""Of --times: a step of more would not be a number in the end."""
 
 _SUFFIXES = {"picture": (".png", ".svg"), "trace": (".json",), "save": (".csv", ".json")}
 
@@ -116,10 +118,13 @@ def _asked(
         numbers = []
     if (
         len(numbers) not in (3, 4)
-        or not all(math.isfinite(number) and number >= 0 for number in numbers)
+        or not all(0 <= number <= _LONGEST for number in numbers)
         or not sum(numbers[:3])
     ):
-        problems.append(f"--times {times}: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1: numbers, not all 0")
+        problems.append(
+            f"--times {times}: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1: numbers from 0 to "
+            f"{_LONGEST:g}, F, I and W not all 0"
+        )
         numbers = []
     problems += [
         f"--{option} {path}: the file's name must end in {choices(_SUFFIXES[option])}"
@@ -264,7 +269,8 @@ def _write_files(
         with writing(path):
             if option == "picture":
                 title = f"{name}, {len(program.ranks)} ranks, {program.microbatches} microbatches: simulated"
-                draw.picture(timeline, path, title=title, names=draw.on_row, unit="forwards", shaded=True)
+                unit = "forwards" if times.forward == 1 else "the unit of --times"
+                draw.picture(timeline, path, title=title, names=draw.on_row, unit=unit, shaded=True)
             elif option == "trace":
                 write_trace(timeline, path, microseconds=1000.0)
             else:

@@ -1,9 +1,9 @@
 """Draw a program: as text for the terminal, as a picture for the run folder."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import gcd, lcm
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -61,7 +61,9 @@ def listing(program: Program, *, width: int = 100) -> str:
 def grid(program: Program, times: Times | None = None, *, width: int | None = None) -> str:
     """A schedule as text: a row a rank, a column a unit of time, in which every action's time goes up.
 
-    Each cell shows the kind and the microbatch, and the stage where a rank holds several; dots are idle time.
+    Where that would be more than ``MOST_COLUMNS``, as with measured times, starts and ends are rounded to
+    columns of which the shortest action takes up to 4. Each cell shows the kind and the microbatch, and the
+    stage where a rank holds several; dots are idle time.
 
     Args:
         program: a schedule, with its messages where they take time.
@@ -69,19 +71,22 @@ def grid(program: Program, times: Times | None = None, *, width: int | None = No
         width: the most characters of a line; what is longer goes on below.
 
     Returns:
-        The text, or a line that says why there is none: more than ``MOST_COLUMNS`` columns are no picture.
+        The text, or a line that says why there is none.
     """
     timeline = clock(program, (times or Times()).of(program))
-    column = _column(timeline)
-    columns = round(timeline.seconds / column)
-    if columns > MOST_COLUMNS:
-        return f"(no grid: it would have {columns} columns, and {MOST_COLUMNS} can be read)"
+    shortest = _shortest(timeline)
+    exact = _common_column(timeline, shortest)
+    fine = min(int(MOST_COLUMNS * shortest / timeline.seconds), 4)
+    if exact is None and not fine:
+        return f"(no grid: it would have more than the {MOST_COLUMNS} columns that can be read)"
+    column = shortest / fine if exact is None else exact
+    columns = _at(timeline.seconds, column)
     several = len(program.ranks) < program.num_segments
     labels = [["."] * columns for _ in program.ranks]
     for span in timeline.spans:
         if span.action.kind in COMPUTE:
             label = str(span.action) if several else on_row(span.action)
-            for place in range(round(span.start_seconds / column), round(span.end_seconds / column)):
+            for place in range(_at(span.start_seconds, column), _at(span.end_seconds, column)):
                 labels[span.rank][place] = label
     cell = max((len(label) for row in labels for label in row), default=1)
     name = len(f"rank {len(program.ranks) - 1}")
@@ -106,18 +111,32 @@ def on_row(action: Action) -> str:
     return f"{action.kind}{action.turn}"
 
 
-def _column(timeline: Timeline) -> float:
-    """The longest time that all starts and ends of compute are multiples of, rounded to thousandths."""
-    moments = {
-        Fraction(moment).limit_denominator(1000)
-        for span in timeline.spans
-        if span.action.kind in COMPUTE
-        for moment in (span.start_seconds, span.end_seconds)
-    } - {Fraction(0)}
-    if not moments:
-        return 1.0
-    denominator = lcm(*(moment.denominator for moment in moments))
-    return gcd(*(int(moment * denominator) for moment in moments)) / denominator
+def _at(moment: float, column: float) -> int:
+    """The column that begins nearest to a moment: what lasts a column or more has one."""
+    return math.floor(moment / column + 0.5)
+
+
+def _shortest(timeline: Timeline) -> float:
+    """How long the shortest compute action lasts, of those that take time."""
+    lasts = (span.end_seconds - span.start_seconds for span in timeline.spans if span.action.kind in COMPUTE)
+    return min(seconds for seconds in lasts if seconds > 0)
+
+
+def _common_column(timeline: Timeline, shortest: float) -> float | None:
+    """The longest time that all starts and ends of compute are multiples of; None if it is too short.
+
+    They are taken in thousandths of the shortest action, rounded.
+    """
+    common = Fraction(0)
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            for seconds in (span.start_seconds, span.end_seconds):
+                moment = Fraction(seconds / shortest).limit_denominator(1000)
+                scale = math.lcm(common.denominator, moment.denominator)
+                common = Fraction(math.gcd(int(common * scale), int(moment * scale)), scale)
+                if common and timeline.seconds > common * shortest * (MOST_COLUMNS + 0.5):
+                    return None
+    return float(common) * shortest
 
 
 def summary(program: Program, times: Times | None = None) -> str:
