@@ -43,6 +43,46 @@ def right_schedules(draw: st.DrawFn, min_ranks: int = 1) -> Program:
 
 
 @st.composite
+def reordered_schedules(draw: st.DrawFn) -> Program:
+    """A right schedule in which one rank's actions stand in another order: right or wrong."""
+    program = draw(right_schedules(min_ranks=2))
+    rank = draw(st.integers(0, len(program.ranks) - 1))
+    actions = list(program.ranks[rank])
+    if draw(st.booleans()):
+        actions = list(draw(st.permutations(actions)))
+    else:
+        first, second = (draw(st.integers(0, len(actions) - 1)) for _ in range(2))
+        actions.insert(second, actions.pop(first))
+    return replace(program, ranks=(*program.ranks[:rank], tuple(actions), *program.ranks[rank + 1 :]))
+
+
+def can_run(program: Program) -> bool:
+    """Whether ranks come to the end that each do their next action as soon as they can: by trying."""
+    left = [list(actions) for actions in program.ranks]
+    done: set[tuple[str, int, int]] = set()
+    last = program.num_segments - 1
+
+    def ready(action: Action) -> bool:
+        stage, m = action.segment, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return stage == 0 or ("F", stage - 1, m) in done
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            return ("B", stage, m) in done
+        return ("F", stage, m) in done and (stage == last or ("B", stage + 1, m) in done)
+
+    going = True
+    while going:
+        going = False
+        for actions in left:
+            while actions and ready(actions[0]):
+                action = actions.pop(0)
+                kind = {Kind.FORWARD: "F", Kind.WEIGHT_GRADIENT: "W"}.get(action.kind, "B")
+                done.add((kind, action.segment, action.microbatch))
+                going = True
+    return not any(left)
+
+
+@st.composite
 def broken_schedules(draw: st.DrawFn) -> tuple[str, Program]:
     """A right schedule with one fault, and what kind of fault."""
     program = draw(right_schedules(min_ranks=2))

@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from fourfold.errors import UserError
 from fourfold.layer.transfers import with_transfers
 from fourfold.program import COMPUTE, Program, check, clock
-from tests.layer.random_schedules import broken_schedules, right_schedules
+from tests.layer.random_schedules import (
+    broken_schedules,
+    can_run,
+    reordered_schedules,
+    right_schedules,
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -29,3 +34,15 @@ def test_a_broken_schedule_is_refused(broken: tuple[str, Program]) -> None:
     with pytest.raises(UserError) as error:
         check(program)
     assert all(error.value.messages), fault
+
+
+@settings(max_examples=150, deadline=None)
+@given(reordered_schedules())
+def test_another_order_is_refused_exactly_if_it_cannot_run(program: Program) -> None:
+    """Among these are circles of ranks that wait for each other."""
+    if can_run(program):
+        check(program)
+        check(with_transfers(program))
+    else:
+        with pytest.raises(UserError, match="can never start"):
+            check(program)

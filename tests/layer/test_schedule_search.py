@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.layer.schedule_search import quickest, step_seconds
@@ -19,21 +21,31 @@ def test_the_seconds_of_a_step_are_the_clocks(times: Times, ranks: int, microbat
         assert step_seconds(program, times) == pytest.approx(expected), name
 
 
-@pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 3), (4, 9)])
-@pytest.mark.parametrize("cap", [None, 1, 2, 4])
+DURATIONS = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(Times, st.floats(0.01, 10.0), DURATIONS, DURATIONS, DURATIONS),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1, 2, 3]),
+)
 def test_auto_is_never_worse_than_a_named_schedule(
-    times: Times, ranks: int, microbatches: int, cap: int | None
+    times: Times, ranks: int, microbatches: int, cap: int | None, most_chunks: int | None
 ) -> None:
     name = "auto" if cap is None else f"auto{cap}"
-    found = schedule(name, ranks=ranks, microbatches=microbatches, times=times)
+    most_stages = None if most_chunks is None else most_chunks * ranks
+    found = schedule(name, ranks=ranks, microbatches=microbatches, times=times, most_stages=most_stages)
     check(with_transfers(found))
     assert cap is None or max(peak_activations(found)) <= cap
     seconds = step_seconds(found, times)
-    for depth in (cap or 1, 1):
-        for other, program in named_schedules(ranks=ranks, microbatches=microbatches, depth=depth).items():
-            if cap is None or max(peak_activations(program)) <= cap:
-                assert seconds <= step_seconds(program, times) * (1 + 1e-9), other
+    for other, program in named_schedules(ranks=ranks, microbatches=microbatches, depth=cap).items():
+        if (cap is None or max(peak_activations(program)) <= cap) and (
+            most_stages is None or program.num_segments <= most_stages
+        ):
+            assert seconds <= step_seconds(program, times) * (1 + 1e-9), other
 
 
 def test_auto_finds_more_than_the_names_know() -> None:
