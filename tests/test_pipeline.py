@@ -1,5 +1,6 @@
 """Pipelines on ranks give the numbers of one process, whatever the schedule, microbatches and lengths."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fourfold.data import SyntheticDataset
 from fourfold.layer.transport import Transport
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
-from fourfold.optimizer import Update, gradient_norm, optimizers
+from fourfold.optimizer import Update, clip_, gradient_norm, optimizers
 from fourfold.oracle import Oracle
 from fourfold.parallel_model import ParallelModel, parallelize
 from fourfold.program import Kind
@@ -315,6 +316,60 @@ def test_a_tied_embedding_stays_one(ranks: RankPool, layout: str) -> None:
     for _, found in results:
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-8, msg=name)
+
+
+# Clipping
+
+FIRST, LAST = "model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"
+
+
+def clipped_by_hand(layout: str, gradients: dict[str, float]) -> tuple[float, dict[str, float]]:
+    """The norm of gradients with these sums over the ranks that hold them, and what clipping to 1 leaves."""
+    parallel = initialized(TIED, Mesh(Layout.parse(layout)), microbatches=4, dtype="float64", seed=0)
+    for unit in parallel.units:
+        unit.summed.zero_()
+        for name, gradient in unit.named(unit.summed):
+            gradient.view(-1)[0] = gradients.get(name, 0.0)
+    norm = gradient_norm(parallel.counted_units, parallel.norm_axis)
+    clip_(parallel.units, norm=norm, max_norm=1.0)
+    return norm, {name: float(found.sum()) for name, found in parallel.named_gradients() if name in gradients}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2:interleaved2"])
+@pytest.mark.parametrize(("embedding", "norm"), [(0.0, 5.0), (2.0, math.sqrt(29))])
+def test_all_stages_clip_by_one_norm(ranks: RankPool, layout: str, embedding: float, norm: float) -> None:
+    """Of stages with norms 3 and 4 it is 5; a tied embedding, on both with the same sum, counts once."""
+    # GC-03, GC-05
+    gradients = {FIRST: 3.0, LAST: 4.0, EMBEDDING: embedding}
+    for found, clipped in [clipped_by_hand("dp1", gradients), *ranks(2, clipped_by_hand, layout, gradients)]:
+        assert found == pytest.approx(norm, rel=1e-15)
+        assert clipped == pytest.approx({name: value / norm for name, value in gradients.items()}, rel=1e-15)
+
+
+def clipped_in_float32(layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of a step before clipping, and after it."""
+    parallel = initialized(TINY, Mesh(Layout.parse(layout)), microbatches=4, dtype="float32", seed=0)
+    found: list[dict[str, Tensor]] = []
+
+    def update(_: Tensor) -> None:
+        found.append({name: gradient.clone() for name, gradient in parallel.named_gradients()})
+        norm = gradient_norm(parallel.counted_units, parallel.norm_axis)
+        clip_(parallel.units, norm=norm, max_norm=0.1)
+        found.append({name: gradient.clone() for name, gradient in parallel.named_gradients()})
+
+    batches = batches_of(TINY, [(2, 8)] * 4)
+    parallel.step(batches, valid_tokens=valid_tokens_of(batches), update=update)
+    return found[0], found[1]
+
+
+def test_clipping_differs_by_no_more_than_the_order_of_the_norm(ranks: RankPool) -> None:
+    """On one stage and on two: the same bits of every gradient before; after, the norm is another sum."""
+    # GC-06
+    expected, expected_clipped = clipped_in_float32("dp1")
+    for gradients, clipped in ranks(2, clipped_in_float32, "pp2"):
+        for name, gradient in expected.items():
+            assert torch.equal(gradients[name], gradient), name
+            torch.testing.assert_close(clipped[name], expected_clipped[name], rtol=1e-6, atol=0, msg=name)
 
 
 # Evaluation

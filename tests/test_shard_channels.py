@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold import Layout, Mesh, ModelSpec, SyntheticDataset, UserError, rank_batches, shard
-from fourfold.channel.plans import decoder_plan
+from fourfold.channel.plans import Branch, Columns, Plan, decoder_plan
 from fourfold.channel.tensor_parallel import tensor_parallel_
 from fourfold.channel.vocabulary import vocabulary_parallel_cross_entropy_sum
 from fourfold.collectives import all_reduce_
@@ -108,6 +108,62 @@ def test_weights_are_made_in_pieces_and_go_in_and_out_whole(layout: str, ranks: 
         for name, weight in expected.items():
             assert torch.equal(made[name], weight), name
             assert torch.equal(loaded[name], 2 * weight), name
+
+
+class FusedMLP(nn.Module):
+    """Gate and up in one matrix, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(3, 8, bias=False), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_BSC).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class FusedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = FusedMLP()
+        with torch.no_grad():  # each row is its own number
+            self.mlp.gate_up.weight.copy_(torch.arange(8.0)[:, None].expand(8, 3))
+            self.mlp.down.weight.copy_(torch.arange(12.0).view(3, 4))
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        return self.mlp(x_BSC)
+
+
+def fused(layout: str, pieces: str) -> tuple[list[float], Tensor, Tensor, Tensor]:
+    """The rows that tp leaves this rank; output, whole weight and whole summed gradient of a fused matrix."""
+    mesh, net = Mesh(Layout.parse(layout)), FusedNet().double()
+    plan = Plan({"mlp": Branch({"gate_up": Columns(fused=2)}, ("down",))})
+    parallel = tensor_parallel_(net, plan, mesh.tp, sequence_parallel=False) if mesh.tp.size > 1 else None
+    rows = net.mlp.gate_up.weight[:, 0].tolist()
+    sharded = shard(net, blocks=[net.mlp], mesh=mesh, pieces=pieces, tensor_parallel=parallel)
+    out = net(torch.ones(1, 1, 3, dtype=torch.float64) / 8)
+    out.sum().backward()
+    sharded.reduce_gradients()
+    weight = sharded.state_dict()["mlp.gate_up.weight"]
+    with torch.no_grad():
+        for piece in sharded.parameters():
+            if piece.grad is not None:
+                piece.sub_(piece.grad, alpha=1 / mesh.fsdp.size)
+    stepped = sharded.state_dict()["mlp.gate_up.weight"]
+    return rows, out.detach(), weight, weight - stepped
+
+
+@pytest.mark.parametrize("pieces", ["rows", "flat"])
+def test_fused_matrices_are_cut_each_and_come_back_in_order(pieces: str, ranks: RankPool) -> None:
+    """Gate rows 0 to 3 and up rows 4 to 7: on tp2, and each half in two pieces on fsdp2."""
+    # TP-10, FS-05
+    _, out, weight, gradient = fused("dp1", pieces)
+    assert weight[:, 0].tolist() == list(range(8))
+    for rank, found in enumerate(ranks(4, fused, "fsdp2,tp2", pieces)):
+        assert found[0] == ([0, 1, 4, 5], [2, 3, 6, 7])[rank % 2]
+        assert torch.equal(found[2], weight)
+        torch.testing.assert_close(found[1], out, rtol=1e-14, atol=0)
+        torch.testing.assert_close(found[3], gradient, rtol=1e-12, atol=1e-12)
 
 
 def refusals() -> tuple[str, str]:

@@ -214,6 +214,7 @@ class Explanation:
             "ranks": step.layout.world_size,
             "batch": step.batch,
             "sequence_length": step.sequence_length,
+            "sequence_parallel": step.layout.sequence_parallel(step.sequence_length),
             "microbatches": step.microbatches,
             "dtype": step.dtype,
             "recompute": str(step.recompute),

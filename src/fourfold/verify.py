@@ -18,7 +18,7 @@ from fourfold.models import IGNORE
 from fourfold.optimizer import gradient_norm, owned_parameters
 from fourfold.oracle import LEARNING_RATE, Oracle, Trajectory
 from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
-from fourfold.specs import ShardingSection
+from fourfold.specs import Layout, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.training import initialized, rank_batches
 from fourfold.trial import Trial
@@ -50,6 +50,7 @@ class Verification:
 
     Attributes:
         layout: as printed.
+        sequence_length: tokens of a sequence.
         dtype: what the layout computed in.
         steps: how many SGD steps were compared.
         loss: worst step.
@@ -62,6 +63,7 @@ class Verification:
     """
 
     layout: str
+    sequence_length: int
     dtype: str
     steps: int
     loss: Difference
@@ -83,6 +85,8 @@ class Verification:
         worst = self.gradients[0]
         return {
             "layout": self.layout,
+            "sequence_length": self.sequence_length,
+            "sequence_parallel": Layout.parse(self.layout).sequence_parallel(self.sequence_length),
             "dtype": self.dtype,
             "steps": self.steps,
             "loss_error": self.loss.error,
@@ -121,6 +125,7 @@ def verify(
         sharding: how weights are cut over the fsdp axis.
         recompute: which forwards the layout runs again.
     """
+    sequence_length = oracle.data.rows(0, oracle.batch, range(1)).input_ids_BS.shape[1]
     parallel = initialized(
         oracle.model_spec,
         mesh,
@@ -128,7 +133,7 @@ def verify(
         dtype=dtype,
         seed=oracle.seed,
         sharding=sharding,
-        sequence_length=oracle.data.rows(0, oracle.batch, range(1)).input_ids_BS.shape[1],
+        sequence_length=sequence_length,
         batch=oracle.batch,
         recompute=recompute,
     )
@@ -155,6 +160,7 @@ def verify(
     worst_gradients = {name: _worst(errors[name] for errors in gradient_errors) for name in ours.weights}
     verification = Verification(
         layout=str(mesh.layout.resolved(oracle.model_spec)),
+        sequence_length=sequence_length,
         dtype=dtype,
         steps=steps,
         loss=Difference("loss", _worst(float_errors[:steps]), loss_tolerance),

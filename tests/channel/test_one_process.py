@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.collectives import record
 from fourfold.data import SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.oracle import Oracle
@@ -34,17 +35,39 @@ def compare(ranks: RankPool, layout: str, changes: dict[str, Any], **options: An
 @pytest.mark.parametrize("layout", ["tp2", "tp4:allreduce", "tp4:regather"])
 def test_key_value_heads(ranks: RankPool, layout: str, kv_heads: int) -> None:
     """More of them than ranks, as many, and fewer: where they are copied, copies count once in the norm."""
+    # TP-04, TP-11
     compare(ranks, layout, ODD | {"num_key_value_heads": kv_heads})
 
 
-@pytest.mark.parametrize("layout", ["dp2,tp2", "fsdp2,tp2:allreduce", "pp2,tp2:regather"])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2,tp2", "fsdp2,tp2:allreduce", "pp2,tp2:regather", "pp2,fsdp2,tp2", "pp2,fsdp2,tp2:allreduce"],
+)
 def test_other_axes_beside(ranks: RankPool, layout: str) -> None:
     """Among them norms that every rank of tp holds, cut over fsdp or copied over dp."""
+    # GC-02
     compare(ranks, layout, ODD, microbatches=2)
 
 
-def test_eight_ranks(ranks: RankPool) -> None:
-    compare(ranks, "tp8", ODD | {"num_key_value_heads": 2})
+@pytest.mark.parametrize("layout", ["tp8", "tp8:allreduce"])
+def test_eight_ranks(ranks: RankPool, layout: str) -> None:
+    compare(ranks, layout, ODD | {"num_key_value_heads": 2})
+
+
+def in_chunks_on_a_rank(layout: str) -> tuple[Verification, list[int]]:
+    """With logits of at most 5 tokens at a time on a rank, and the bytes of all small messages on tp."""
+    with pytest.MonkeyPatch.context() as patch, record() as events:
+        patch.setattr("fourfold.memory.LOGITS_BYTES", 5 * 31 * 8)
+        outcome = on_a_rank(layout, ODD, {})
+    return outcome, [event.bytes for event in events if event.axis == "tp" and event.op == "all_gather"]
+
+
+def test_the_loss_in_chunks(ranks: RankPool) -> None:
+    """Of 64 tokens 12 chunks of 5 are made again in the backward, with their exchange; the last has 4."""
+    for outcome, sizes in ranks(2, in_chunks_on_a_rank, "tp2:allreduce"):
+        assert outcome.passes, outcome.to_json()
+        assert sizes.count(2 * 2 * 5 * 8) == 2 * (12 + 12)  # two steps
+        assert sizes.count(2 * 2 * 4 * 8) == 2
 
 
 @pytest.mark.parametrize("recompute", ["full", "every:2"])

@@ -119,6 +119,7 @@ def bias_on_a_rank() -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_row_wise_bias_counts_once(ranks: RankPool, size: int) -> None:
+    # TP-01, TP-02
     assert ranks(size, bias_on_a_rank) == [([110, 210, 310], [3, 3, 3])] * size
 
 
@@ -232,6 +233,7 @@ def replicas_after_steps(layout: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("layout", ["tp2", "tp4", "tp4:allreduce", "dp2,tp2"])
 def test_what_ranks_hold_alike_stays_alike(ranks: RankPool, layout: str) -> None:
     """Norms, and with fewer key/value heads than ranks their projections and biases: bit for bit."""
+    # TP-05
     compared = 0
     for found in ranks(4 if layout != "tp2" else 2, replicas_after_steps, layout):
         for name, verdicts in found.items():

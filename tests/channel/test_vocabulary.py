@@ -51,6 +51,7 @@ def test_the_loss_is_that_of_whole_logits(ranks: RankPool, ranks_of_tp: int) -> 
 
 def test_no_column_is_padding(ranks: RankPool) -> None:
     """Ten equal logits on 4 ranks are ln 10, not ln 12 as with columns added for divisibility."""
+    # TP-08
     for label in range(10):
         found = ranks(4, loss_on_a_rank, torch.zeros(1, 1, 10), torch.tensor([[label]]), 1.0)
         assert found[0][0] == pytest.approx(math.log(10), rel=1e-6)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ import fourfold
 from fourfold.checkpoint import about_files
 from fourfold.cli import app
 from fourfold.cli.verify import make_trial
+from fourfold.cli.verify_text import table
 from fourfold.data import ByteTokenizer, PackedDataset, SyntheticDataset, TokenFile
 from fourfold.errors import RunStopped
 from fourfold.models import IGNORE
 from fourfold.parallel_model import ParallelModel
 from fourfold.specs import ModelSpec, ShardingSection
+from fourfold.verify import Difference, Verification
 
 RUN = """
 layout = "dp2"
@@ -344,6 +347,22 @@ def test_verify_of_a_run_file_and_its_table(folder: Path):
     assert lines[-1] == "pass"
     gradients = [float(line.split()[-3]) for line in lines if line.startswith("gradient of")]
     assert gradients == sorted(gradients, reverse=True), "the worst first"
+
+
+def test_explain_and_verify_say_how_tp_keeps_the_stream():
+    whole = "tp=4: every rank has the whole residual stream (tp=4 does not divide 62 tokens)"
+    arguments = ["--model", "tiny", "--layout", "tp4", "--sequence", "62", "--batch", "2"]
+    result = fourfold_("explain", *arguments)
+    assert result.stdout.splitlines()[2] == whole
+    assert json.loads(fourfold_("explain", *arguments, "--json").stdout)["sequence_parallel"] is False
+    close = Difference("loss", 0.0, 1e-10)
+    report = Verification(
+        "tp4", 62, "float64", 1, close, close, (close,), (close,), (124,), tokens_agree=True
+    )
+    assert table(report).splitlines()[1] == whole
+    assert report.to_json()["sequence_parallel"] is False
+    cut = "tp=4: the residual stream is cut by tokens (sequence parallelism)"
+    assert table(replace(report, sequence_length=64)).splitlines()[1] == cut
 
 
 @pytest.fixture

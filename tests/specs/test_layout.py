@@ -240,6 +240,21 @@ def test_the_default_of_cp_is_written_out():
         assert str(Layout.parse(text).resolved(TINY)) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "length", "stream"),
+    [
+        ("dp2", 64, ""),
+        ("tp2", 64, "tp=2: the residual stream is cut by tokens (sequence parallelism)"),
+        ("tp2:allreduce", 64, "tp=2: every rank has the whole residual stream (as asked for)"),
+        ("tp4", 62, "tp=4: every rank has the whole residual stream (tp=4 does not divide 62 tokens)"),
+        ("cp2,tp4", 68, "tp=4: every rank has the whole residual stream (tp=4 does not divide 68/2 tokens)"),
+    ],
+)
+def test_how_tp_keeps_the_stream(text: str, length: int, stream: str):
+    assert Layout.parse(text).stream(length) == stream
+    assert Layout.parse(text).sequence_parallel(length) == ("by tokens" in stream)
+
+
 def test_all_problems_at_once():
     with pytest.raises(UserError) as caught:
         Layout.parse("dp3,tp2").validate(TINY, batch=8, microbatches=1, sequence_length=64, world_size=6)

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
 
 
 def title(step: "Step", name: str) -> str:
-    """What the step is, in two lines."""
-    ranks = step.layout.world_size
+    """What the step is, in two lines; with tp a third says how the residual stream lies."""
+    ranks, stream = step.layout.world_size, step.layout.stream(step.sequence_length)
     return (
         f"{name}: {step.spec.num_parameters:,} parameters on {ranks:,} {'ranks' if ranks > 1 else 'rank'}, "
         f"{step.layout.resolved(step.spec)}\n"
         f"a step of {step.batch:,} sequences of {step.sequence_length:,} tokens: on each rank "
         f"{step.microbatches} x {step.rows}, {step.dtype}, recompute {step.recompute}, {step.optimizer}"
+        + (f"\n{stream}" if stream else "")
     )
 
 

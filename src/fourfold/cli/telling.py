@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.data import PackedDataset, Prepared
 from fourfold.doctor import peak_of
 from fourfold.explain import explain
@@ -115,8 +114,8 @@ class Telling:
         )
         if len(model.stages.blocks) > 1:
             self.line(stage_lines(model))
-        if model.tensor_parallel is not None:
-            self.line(_stream(model.tensor_parallel))
+        if stream := self._mesh.layout.stream(self._run.data.sequence_length):
+            self.line(stream)
 
     def go_on(self, start: int, run_file: str) -> None:
         """Take the run up after ``start`` steps, with the settings that it has now."""
@@ -176,13 +175,6 @@ def stage_lines(model: ParallelModel) -> str:
         held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         lines.append(f"stage {number} on pipeline rank {place[number]}: {held}")
     return "\n".join(lines)
-
-
-def _stream(parallel: TensorParallel) -> str:
-    """Say how tensor parallelism keeps the residual stream."""
-    if parallel.sequence_parallel:
-        return f"tp={parallel.axis.size}: the residual stream is cut by tokens (sequence parallelism)"
-    return f"tp={parallel.axis.size}: every rank has the whole residual stream"
 
 
 def _draw_curves(reporter: Reporter, folder: Path, title: str, unigram: float) -> None:

@@ -163,6 +163,8 @@ def _sweep(
     if not as_json and (job is None or job.rank == 0):
         typer.echo(
             f"{len(trials)} layouts of {world_size} ranks, {trial.steps} steps of SGD in {trial.dtype}\n"
+            f"sequences of {trial.sequence_length} tokens: tp without :allreduce cuts the residual stream by "
+            "tokens where it divides them\n"
         )
         typer.echo(HEADING)
     reports = run_trials(trials, world_size, aloud=not as_json)

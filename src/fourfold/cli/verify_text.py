@@ -44,7 +44,11 @@ def _worst_error(report: "Verification") -> float:
 
 def table(report: "Verification") -> str:
     """Return the outcome as a table, the worst parameter first."""
-    lines = [f"{report.layout} against one process, {report.steps} steps of SGD in {report.dtype}", ""]
+    from fourfold.specs import Layout
+
+    stream = Layout.parse(report.layout).stream(report.sequence_length)
+    lines = [f"{report.layout} against one process, {report.steps} steps of SGD in {report.dtype}"]
+    lines += [stream, ""] if stream else [""]
     rows = [("loss", report.loss), ("gradient norm", report.norm)]
     rows += [(f"gradient of {found.name}", found) for found in report.gradients[:SHOWN]]
     rows += [(f"weights of {found.name}", found) for found in report.weights[:SHOWN]]

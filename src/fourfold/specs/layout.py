@@ -160,6 +160,17 @@ class Layout:
         is_cut = self.tp > 1 and self.options.get("tp") != "allreduce"
         return is_cut and rest == 0 and tokens % self.tp == 0
 
+    def stream(self, sequence_length: int) -> str:
+        """How tp keeps the residual stream, and why, as a sentence; empty without tp."""
+        if self.tp == 1:
+            return ""
+        if self.sequence_parallel(sequence_length):
+            return f"tp={self.tp}: the residual stream is cut by tokens (sequence parallelism)"
+        tokens = f"{sequence_length} tokens" if self.cp == 1 else f"{sequence_length}/{self.cp} tokens"
+        rule = f"tp={self.tp} does not divide {tokens}"
+        why = "as asked for" if self.options.get("tp") == "allreduce" else rule
+        return f"tp={self.tp}: every rank has the whole residual stream ({why})"
+
     def size(self, *axes: str) -> int:
         """Return the product of the degrees of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
