@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import comb
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -45,6 +46,9 @@ from fourfold.segment import Segment
 from fourfold.specs import Layout
 from fourfold.specs.recompute_name import RecomputeName
 from fourfold.weight_gradients import WeightGradients
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BLOCKS, ROWS, LENGTH, CHANNELS = 64, 4, 64, 64
 INPUT = ROWS * LENGTH * CHANNELS * 4
@@ -244,44 +248,79 @@ def table(rows: Sequence[Row]) -> Table:
     return found
 
 
-_OFFSETS = {"every:4": (-24, 10), "full": (-2, 10), "sqrt": (9, 0), "budget:0.02": (9, -10)}
-"""Where labels would meet, in points."""
+_CROWDED = (44.0, 106.0), (1.80, 2.12)
+"""Peaks and forwards of the policies that one picture of all cannot tell apart."""
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Forwards over peak memory, both measured, and in theory."""
+    """Forwards over peak memory, both measured, and in theory; what lies close together once more, larger."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 5.4), dpi=120, layout="constrained")
     axes = figure.subplots()
+    closer = axes.inset_axes((0.47, 0.42, 0.53, 0.55), xlim=_CROWDED[0], ylim=_CROWDED[1])
     for row in rows:
-        is_ours = row.forwards_in_theory is not None
         x, y = row.peak_inputs, row.forwards / BLOCKS
-        axes.plot(x, y, "o" if is_ours else "x", color="#2b6cb0" if is_ours else "#c05621", markersize=7)
-        if row.peak_in_theory is not None and row.forwards_in_theory is not None:
-            there = row.peak_in_theory, row.forwards_in_theory / BLOCKS
-            axes.plot(*there, "o", fillstyle="none", color="#718096", markersize=11)
-        offset = _OFFSETS.get(
-            row.policy, (9, 6) if is_ours else (-40, -34 if "every block" in row.policy else -48)
+        is_crowded = _CROWDED[0][0] < x < _CROWDED[0][1] and _CROWDED[1][0] < y < _CROWDED[1][1]
+        _draw(row, axes, label="" if is_crowded else row.policy)
+        if is_crowded:
+            label = row.policy.replace("torch ", "torch\n").replace(", every", ",\nevery")
+            _draw(row, closer, label=label, is_below=True)
+    _scales(axes)
+    closer.set_xticks((50, 60, 70, 80, 90, 100))
+    closer.set_yticks((1.8, 1.9, 2.0, 2.1))
+    closer.tick_params(labelsize=8)
+    axes.indicate_inset_zoom(closer, edgecolor="#4a5568")
+    for each in (axes, closer):
+        each.grid(alpha=0.3)
+        each.set_axisbelow(True)
+    handles, labels = axes.get_legend_handles_labels()
+    names = dict(zip(labels, handles, strict=True))
+    axes.legend(names.values(), names.keys(), fontsize=8, loc="lower left", frameon=False)
+    figure.savefig(path)
+
+
+def _draw(row: Row, axes: "Axes", *, label: str, is_below: bool = False) -> None:
+    """A policy as a point, with a line to where theory has it; PyTorch's as a cross."""
+    x, y = row.peak_inputs, row.forwards / BLOCKS
+    is_ours = row.peak_in_theory is not None
+    if row.peak_in_theory is not None:
+        there = row.peak_in_theory, (row.forwards_in_theory or row.forwards) / BLOCKS
+        axes.plot([x, there[0]], [y, there[1]], color="#a0aec0", linewidth=1, zorder=1)
+        axes.plot(
+            *there,
+            "o",
+            fillstyle="none",
+            color="#718096",
+            markersize=9,
+            linestyle="none",
+            label="between two actions, in theory",
         )
-        axes.annotate(row.policy, (x, y), xytext=offset, textcoords="offset points", fontsize=8)
+    axes.plot(
+        x,
+        y,
+        "o" if is_ours else "X",
+        color="#2b6cb0" if is_ours else "#c05621",
+        markersize=6 if is_ours else 8,
+        linestyle="none",
+        label="measured" if is_ours else "torch.utils.checkpoint, measured",
+    )
+    # PyTorch's lie on ours, so where both are the names of ours stand below.
+    offset, align = ((0, -16), "center") if is_below and is_ours else ((8, 4), "left")
+    axes.annotate(label, (x, y), xytext=offset, textcoords="offset points", fontsize=8, ha=align)
+
+
+def _scales(axes: "Axes") -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(8, 1500)
+    axes.set_xlim(8, 1100)
     axes.set_ylim(0.8, 50)
     for axis, ticks in ((axes.xaxis, (10, 20, 50, 100, 200, 500, 1000)), (axes.yaxis, (1, 2, 5, 10, 20, 50))):
         axis.set_ticks(ticks, labels=[str(tick) for tick in ticks])
         axis.set_ticks([], minor=True)
     axes.set_xlabel("peak memory of activations, in inputs of a block")
     axes.set_ylabel("forwards of blocks, in those of none")
-    axes.set_title(
-        "time for memory: measured (points), in theory between actions (rings), PyTorch's (crosses)",
-        fontsize=9,
-        loc="left",
-    )
-    axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
 
 
 def main() -> None:
