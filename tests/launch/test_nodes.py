@@ -38,6 +38,7 @@ touch ready
 read line
 """
 """Makes the nodes and ends with its standard input."""
+PORT = 29500
 PATIENCE_SECONDS = 120.0
 ENTER = ["nsenter", "-U", "--preserve-credentials", "-n", "-t"]
 
@@ -48,10 +49,14 @@ class Nodes:
     Args:
         folder: of both.
         bridge: the process that made them; None for one machine in their place.
+
+    Attributes:
+        are_apart: whether there is a cable to cut.
     """
 
     def __init__(self, folder: Path, bridge: subprocess.Popen[str] | None):
         self.folder = folder
+        self.are_apart = bridge is not None
         self._bridge = bridge
         self._ranks: dict[int, subprocess.Popen[str]] = {}
 
@@ -64,7 +69,7 @@ class Nodes:
             "LOCAL_WORLD_SIZE": 1,
             "GROUP_RANK": number,
             "MASTER_ADDR": "10.9.0.1" if self._bridge else "localhost",
-            "MASTER_PORT": 29500,
+            "MASTER_PORT": PORT,
             "GLOO_SOCKET_IFNAME": "eth0" if self._bridge else "lo",
             "RES_OPTIONS": "attempts:1 timeout:1",  # there is no name server
             "FOURFOLD_CACHE": self.folder / f"cache-{number}",
@@ -122,7 +127,10 @@ def test_a_machine_comes_late_is_lost_comes_back_and_loses_its_cable(nodes: Node
     """
     run = nodes.folder / "shared"
     first = nodes.start(0, "shared", *LONG)
+    wait_until(lambda: listens(first.pid))
     time.sleep(2.0)
+    assert first.poll() is None
+    assert not run.exists(), "it waits, and begins nothing alone"
     second = nodes.start(1, "shared", *LONG)
     wait_until(lambda: (run / "checkpoints" / "step-000060").exists())
     began = time.monotonic()
@@ -131,8 +139,10 @@ def test_a_machine_comes_late_is_lost_comes_back_and_loses_its_cable(nodes: Node
     second.communicate()
     assert time.monotonic() - began < 10
     assert first.returncode == 1
-    gone = r"rank 0: error: rank 1 is gone: .*; when last heard of rank 1 was in step \d+"
-    assert re.search(rf"{gone}.*\nrank 0 lost the connection to another rank in step \d+", errors), errors
+    gone = r"rank 0: error: rank 1 is gone: .*; when last heard of rank 1 was (in|after) step \d+"
+    assert re.search(rf"{gone}.*\nrank 0 lost the connection to another rank (in|after) step \d+", errors), (
+        errors
+    )
     newest = steps_of(run)[-1]
     again = [nodes.start(number, "shared", *LONG, "--timeout", "4") for number in (0, 1)]
     wait_until(lambda: steps_of(run)[-1] > newest + 3)
@@ -147,8 +157,19 @@ def test_a_machine_comes_late_is_lost_comes_back_and_loses_its_cable(nodes: Node
     assert steps_of(run) == list(range(1, steps_of(run)[-1] + 1)), "no step is missing, none is there twice"
     assert "rank 1 is not heard of any more: frozen, or its machine or link is gone" in errors, errors
     assert re.search(r"rank 0 (in|after) step \d+, .*waiting for all_reduce on axis dp", errors), errors
+    if nodes.are_apart:  # a frozen process sees nothing
+        output, errors = again[1].communicate(timeout=SECONDS_TO_END)
+        assert again[1].returncode == 1
+        assert "rank 0 is not heard of any more: frozen, or its machine or link is gone" in errors, errors
+        assert re.search(r"rank 1 (in|after) step \d+, .*waiting for all_reduce on axis dp", errors), errors
     again[1].kill()
     again[1].communicate()
+
+
+def listens(pid: int) -> bool:
+    """Whether somebody waits at the port of the job on the machine of this process."""
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return any(re.search(rf":{PORT:04X} \S+ 0A ", table) for table in tables)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -4,10 +4,8 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from platform import python_version
 
@@ -17,6 +15,7 @@ import torch.distributed as dist
 import fourfold
 from fourfold.errors import RunStopped, UserError
 from fourfold.launch.job import JobEnvironment
+from fourfold.launch.within import within
 
 # How long ranks may take to appear: nodes of one job start minutes apart.
 MEETING_SECONDS = 300.0
@@ -201,17 +200,8 @@ def _store(job: JobEnvironment, seconds: float) -> dist.TCPStore:
             ) from error
     _wait_for_port(host, port, seconds)
     # The constructor waits without limit for a server that accepts and then says nothing.
-    answer: Future[dist.TCPStore] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(_tcp_store(job, is_master=False, seconds=seconds))
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
     try:
-        return answer.result(timeout=ANSWER_SECONDS)
+        return within(ANSWER_SECONDS, lambda: _tcp_store(job, is_master=False, seconds=seconds))
     except (dist.DistError, RuntimeError, TimeoutError) as error:
         raise UserError(
             f"something else than rank 0 of this job answers at {host}:{port}: set MASTER_PORT to a free "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.launch.watch import named
 from fourfold.launch.watch_together import told_of
+from fourfold.launch.within import within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,7 +39,8 @@ def cause_of_loss(store: "Store", rank: int, world_size: int, *, hear_seconds: f
         hear_seconds: of a rank that is there something new is heard in this time.
         first: where rank 0 was when it was last heard of: where it serves the store, that is gone with it.
     """
-    try:
+
+    def ask() -> str:
         leave_word(store, rank, "")
         if store.add(_ASKED, 1) == 1:
             store.set(_CAUSE, _found(store, world_size, hear_seconds))
@@ -48,7 +50,10 @@ def cause_of_loss(store: "Store", rank: int, world_size: int, *, hear_seconds: f
                 return ""
             time.sleep(hear_seconds / POLLS)
         return store.get(_CAUSE).decode()
-    except RuntimeError:
+
+    try:
+        return within(4 * hear_seconds, ask)
+    except (RuntimeError, TimeoutError):
         return _gone({0: first}) if rank else ""
 
 

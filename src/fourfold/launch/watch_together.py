@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fourfold.launch.watch import named, standstill
+from fourfold.launch.within import within
 from fourfold.place import HERE
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ class TogetherWatch(threading.Thread):
 
     def run(self) -> None:
         """Watch until the process ends."""
-        self.store.set_timeout(timedelta(seconds=SILENT_SECONDS))
         moves, still, count, looked = -1, 0.0, 0, time.monotonic()
         while True:
             time.sleep(self.look_seconds)
@@ -85,18 +84,36 @@ class TogetherWatch(threading.Thread):
             if place.moves != moves or not place.is_watched:
                 moves, still = place.moves, 0.0
             count += 1
-            try:
-                self._tell(Told(count, still, place.is_waiting, str(place)))
-                if self._rank and (first := told_of(self.store, 0)) is not None:
-                    self.first = first.place
-                # Half of the timeout is enough to hear whether a rank tells nothing more.
-                if still >= min(self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS):
-                    told = self._all_told()
-                    if still >= self._timeout_seconds and self._is_over(told):
-                        self._end(told)
-            except RuntimeError:  # the store is gone with its machine
-                if still >= self._timeout_seconds:
-                    self._end([None] * self._world_size)
+            mine = Told(count, still, place.is_waiting, str(place))
+            told = self._talk(mine)
+            answered = time.monotonic()
+            still += min(answered - looked, SILENT_SECONDS)
+            looked = answered
+            if still < self._timeout_seconds:
+                continue
+            if told is None:
+                self._end([mine if rank == self._rank else None for rank in range(self._world_size)])
+            elif self._is_over(told):
+                self._end(told)
+
+    def _talk(self, mine: Told) -> Sequence[Told | None] | None:
+        """Tell where this rank is, and return what each told once it is time to know.
+
+        None where nothing is heard of the store: the machine that serves it is gone, or the link to that.
+        """
+
+        def talk() -> Sequence[Told | None]:
+            self._tell(mine)
+            if self._rank and (first := told_of(self.store, 0)) is not None:
+                self.first = first.place
+            # Half of the timeout is enough to hear whether a rank tells nothing more.
+            enough = min(self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS)
+            return self._all_told() if mine.still_seconds >= enough else [mine]
+
+        try:
+            return within(SILENT_SECONDS, talk)
+        except (RuntimeError, TimeoutError):
+            return None
 
     def _tell(self, told: Told) -> None:
         self.store.set(f"place/{self._rank}", json.dumps(vars(told)))
