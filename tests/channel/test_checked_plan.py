@@ -117,7 +117,9 @@ def test_one_parameter_treated_in_two_ways() -> None:
 
 
 def test_what_an_embedding_cannot_do_in_parts() -> None:
-    first, second = refused(Net(max_norm=1.0, scale_grad_by_freq=True), PLAN)
+    net = Net(max_norm=1.0, scale_grad_by_freq=True)
+    assert checked_cuts(net, PLAN, ranks=1, sequence_parallel=False)
+    first, second = refused(net, PLAN)
     assert first.startswith("'embed' has max_norm=1.0 (Channel axis): looking up tokens of other ranks would")
     assert second.endswith("use scale_grad_by_freq=False")
 

@@ -41,11 +41,18 @@ def test_key_value_heads(ranks: RankPool, layout: str, kv_heads: int) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp2,tp2", "fsdp2,tp2:allreduce", "pp2,tp2:regather", "pp2,fsdp2,tp2", "pp2,fsdp2,tp2:allreduce"],
+    [
+        "dp2,tp2",
+        "dp2,tp2:regather",
+        "fsdp2,tp2:allreduce",
+        "pp2,tp2:regather",
+        "pp2,fsdp2,tp2",
+        "pp2,fsdp2,tp2:allreduce",
+    ],
 )
 def test_other_axes_beside(ranks: RankPool, layout: str) -> None:
     """Among them norms that every rank of tp holds, cut over fsdp or copied over dp."""
-    # GC-02
+    # GC-02, AC-04
     compare(ranks, layout, ODD, microbatches=2)
 
 

@@ -41,6 +41,8 @@ def checked_cuts(model: nn.Module, plan: Plan, *, ranks: int, sequence_parallel:
     problems = _problems(model, plan)
     if ranks > 1:
         problems += dropout_problems(model)
+        if plan.embedding is not None:
+            problems += _embedding_problems(dict(model.named_modules()).get(plan.embedding), plan.embedding)
     if sequence_parallel and ranks > 1 and plan.whole_stream is not None:
         problems.append(
             f"sequence_parallel=True (Channel axis): {plan.whole_stream}; use sequence_parallel=False"
@@ -141,8 +143,9 @@ def _problems(model: nn.Module, plan: Plan) -> list[str]:
         problems.append(
             "the plan's head and last_norm go together: behind last_norm the stream enters the head"
         )
-    if plan.embedding is not None and plan.embedding in modules:
-        problems += _embedding_problems(modules[plan.embedding], plan.embedding)
+    if plan.embedding in modules and not isinstance(modules[plan.embedding], nn.Embedding):
+        kind = type(modules[plan.embedding]).__name__
+        problems.append(f"the plan's embedding '{plan.embedding}' is a {kind}: name an nn.Embedding")
     return problems
 
 
@@ -170,10 +173,10 @@ def _branch_problems(modules: Mapping[str, nn.Module], place: str, branch: Branc
     return problems
 
 
-def _embedding_problems(embedding: nn.Module, name: str) -> list[str]:
-    """What an embedding does that its rows on one rank cannot."""
+def _embedding_problems(embedding: nn.Module | None, name: str) -> list[str]:
+    """What an embedding does that its rows on one of several ranks cannot."""
     if not isinstance(embedding, nn.Embedding):
-        return [f"the plan's embedding '{name}' is a {type(embedding).__name__}: name an nn.Embedding"]
+        return []
     problems = []
     if embedding.max_norm is not None:
         problems.append(
