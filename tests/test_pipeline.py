@@ -9,17 +9,19 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from fourfold.collectives import agreement, all_reduce_
 from fourfold.data import SyntheticDataset
+from fourfold.layer.schedule_file import write_schedule
 from fourfold.layer.transport import Transport
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.optimizer import Update, clip_, gradient_norm, optimizers
 from fourfold.oracle import Oracle
 from fourfold.parallel_model import ParallelModel, parallelize
-from fourfold.program import Kind
+from fourfold.program import Kind, Program
 from fourfold.program.actions import SUMS
 from fourfold.program.clock import peak_in_flight
 from fourfold.segment import Segment
@@ -34,6 +36,7 @@ from fourfold.specs import (
 )
 from fourfold.training import initialized
 from fourfold.verify import Verification, verify
+from tests.layer.random_schedules import right_schedules
 from tests.ranks import RankPool
 
 LENGTH = 16
@@ -182,6 +185,18 @@ def test_four_ranks_equal_one_process(ranks: RankPool, schedule: str) -> None:
         models = [spec.replace({"num_hidden_layers": 8}) for spec in models]
     cases = [(models[(turn + m) % 2], pieces_of(count)) for m, count in enumerate(counts)]
     on_ranks(ranks, f"pp4:{schedule}", cases)
+
+
+@settings(max_examples=6, derandomize=True)
+@given(program=right_schedules(min_ranks=2))
+def test_any_schedule_that_can_run_equals_one_process(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, program: Program
+) -> None:
+    """Stages on any ranks, also neighbours on one; backwards whole and in halves; in any order."""
+    path = tmp_path_factory.mktemp("schedules") / "any.json"
+    write_schedule(program, path)
+    spec = TIED.replace({"num_hidden_layers": 8})
+    on_ranks(ranks, f"pp{len(program.ranks)}:{path}", [(spec, pieces_of(program.microbatches, 8))])
 
 
 def verified(layout: str, model: str, options: dict[str, object]) -> Verification:
