@@ -146,7 +146,7 @@ def hugging_face(kind: str) -> tuple[Any, Plan]:
     config_class, model_class = kinds[kind]
     config = config_class(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=4, tie_word_embeddings=kind == "qwen3",
+        num_key_value_heads=2, head_dim=4, tie_word_embeddings=kind == "qwen3", pad_token_id=5,
     )  # fmt: skip
     return model_class(config).double(), llama_plan(8, 2)
 
@@ -173,8 +173,12 @@ def transformer_on_a_rank(kind: str, ids_BS: Tensor, how: str) -> tuple[float, d
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize(("size", "how"), [(2, "sdpa"), (4, "eager")])
 def test_hugging_faces_models(ranks: RankPool, kind: str, size: int, how: str) -> None:
-    """Loss and every gradient; on 4 ranks each key/value head of the grouped ones is on two."""
+    """Loss and every gradient; on 4 ranks each key/value head of the grouped ones is on two.
+
+    Token 5 is padding, which gets no gradient from the embedding; 20, 35 and 50 are the row 5 of other ranks.
+    """
     ids_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids_BS[0, 1:5] = torch.tensor([5, 20, 35, 50])
     model, _ = hugging_face(kind)
     logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
     expected = nn.functional.cross_entropy(
