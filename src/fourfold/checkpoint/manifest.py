@@ -118,7 +118,8 @@ class Manifest:
             "pieces": [piece_values(piece) for piece in self.pieces],
             "files": {name: vars(entry) for name, entry in self.files.items()},
         }
-        return json.dumps({**content, "sha256": _sha256(content)}, separators=(",", ":"))
+        text = _canonical(content)
+        return f'{text[:-1]}, "sha256": "{_sha256(text)}"}}'
 
 
 def piece_values(piece: Piece) -> dict[str, Any]:
@@ -170,8 +171,13 @@ def _typed(value: Any, kind: type[Kind]) -> Kind:
     return value
 
 
-def _sha256(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _canonical(content: Mapping[str, Any]) -> str:
+    """Return the text that the checksum is of."""
+    return json.dumps(content, sort_keys=True)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -199,6 +205,7 @@ def _read(path: Path) -> Manifest:
         raise Damaged(
             f"{path} has version {content.get('version')} of the format, this fourfold reads {VERSION}"
         )
-    if _sha256({key: value for key, value in content.items() if key != "sha256"}) != content.get("sha256"):
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    if _sha256(_canonical(rest)) != content.get("sha256"):
         raise Damaged(f"{path} is damaged or was edited: its checksum differs")
     return _manifest_of(content)
