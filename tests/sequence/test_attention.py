@@ -1,9 +1,12 @@
 """Attention over ranks equals attention on one."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold.errors import UserError
@@ -13,6 +16,7 @@ from fourfold.models.attention import attention
 from fourfold.sequence.attention import ContextAttention
 from fourfold.sequence.partition import partition_of
 from fourfold.specs import Layout
+from fourfold.specs.spec import divisors
 from tests.ranks import RankPool
 
 Documents = tuple[tuple[int, ...], ...]
@@ -83,6 +87,28 @@ def test_any_documents_on_any_grid(
     # CP-05
     check(ranks, world_size, ulysses, documents)
     check(ranks, world_size, ulysses, documents, window=5)
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> Documents:
+    """Rows of one length, in documents of any lengths."""
+    length = draw(st.integers(1, 40))
+    ends = st.sets(st.integers(1, length), max_size=8).map(lambda found: sorted({0, length} | found))
+    rows = draw(st.lists(ends, min_size=1, max_size=3))
+    return tuple(tuple(stop - start for start, stop in pairwise(row)) for row in rows)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@settings(max_examples=20)
+@given(packs(), st.data())
+def test_anything_equals_full_attention(
+    ranks: RankPool, world_size: int, documents: Documents, data: st.DataObject
+) -> None:
+    ulysses = data.draw(st.sampled_from(divisors(world_size)))
+    kv_heads = data.draw(st.sampled_from([n for n in (1, 2, 3, 4) if n % ulysses == 0 or ulysses % n == 0]))
+    heads = ulysses * kv_heads * data.draw(st.integers(1, 2))
+    window = data.draw(st.one_of(st.none(), st.integers(1, 45)))
+    check(ranks, world_size, ulysses, documents, heads=heads, kv_heads=kv_heads, window=window)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
