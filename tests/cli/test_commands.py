@@ -308,7 +308,7 @@ def test_a_schedule_is_saved_and_read_again(tmp_path: Path):
     (tmp_path / "s.csv").write_text(broken)
     refused = fourfold_("schedule", str(tmp_path / "s.csv"))
     assert refused.exit_code == 2
-    assert "the backward of segment 5 on microbatch 4 is B 0, I 0, W 1 times" in refused.stderr
+    assert "the backward of stage 5 on microbatch 4 is B 0, I 0, W 1 times" in refused.stderr
 
 
 def test_a_schedule_as_a_trace(tmp_path: Path):

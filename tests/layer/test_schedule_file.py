@@ -54,13 +54,13 @@ GOOD: dict[str, Any] = {"microbatches": 1, "rank_of_stage": [0, 1], "ranks": [["
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("0F0,0B1\n", ["the backward of segment 0 on microbatch 0 is B 0", "0F1 stands 0 times"]),
+        ("0F0,0B1\n", ["the backward of stage 0 on microbatch 0 is B 0", "0F1 stands 0 times"]),
         (
             "0F0,0B0\n1B0,1F0\n",
             ["0B0 on rank 0 can never start: it waits for 1B0", "1B0 on rank 1 can never"],
         ),
         ("0F0,0X0,SEND\n1F0,LOSS\n", ["rank 0: '0X0' is not an action of a schedule", "'SEND'", "'LOSS'"]),
-        ("0F0,0B0,1F0\n1B0\n", ["1B0 on rank 1: segment 1 is on rank 0"]),
+        ("0F0,0B0,1F0\n1B0\n", ["1B0 on rank 1: stage 1 is on rank 0"]),
         ("0F0,0B0\n2F0,2B0\n", ["nothing is done on stage 1"]),
         ("\n", ["there are no actions in it"]),
         ("", ["there are no actions in it"]),
@@ -92,7 +92,7 @@ def test_a_broken_csv_is_refused_with_the_reason(text: str, messages: list[str],
         ({**GOOD, "microbatches": True}, ["'microbatches' is True"]),
         ({**GOOD, "rank_of_stage": "01"}, ["'rank_of_stage' must be a list"]),
         ({**GOOD, "ranks": [["0F0", 7]]}, ["'ranks' must be a list that holds, for each rank, a list"]),
-        ({**GOOD, "ranks": [["0F0", "0B0"], ["1F0"]]}, ["the backward of segment 1 on microbatch 0 is B 0"]),
+        ({**GOOD, "ranks": [["0F0", "0B0"], ["1F0"]]}, ["the backward of stage 1 on microbatch 0 is B 0"]),
         ({**GOOD, "microbatches": 2}, ["0F1 stands 0 times"]),
     ],
 )

@@ -293,7 +293,7 @@ def test_two_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 def test_an_action_on_the_wrong_rank_is_refused() -> None:
     program = parse("0F0 1B0", "1F0 0B0", rank_of_segment=(0, 1), microbatches=1)
-    with pytest.raises(UserError, match="1B0 on rank 0: segment 1 is on rank 1"):
+    with pytest.raises(UserError, match="1B0 on rank 0: stage 1 is on rank 1"):
         check(program)
 
 

@@ -22,11 +22,12 @@ def check(program: Program) -> None:
     Args:
         program: a program over segments, or a schedule over stages.
     """
-    problems = [*_places(program), *_completeness(program), *_recomputations(program)]
     kinds = {action.kind for _, action in program.actions()}
+    over = "segment" if kinds - COMPUTE - TRANSFERS else "stage"
+    problems = [*_places(program, over), *_completeness(program, over), *_recomputations(program)]
     if kinds & TRANSFERS and (unpaired := _messages(program)):
         raise UserError(*problems, *unpaired)
-    if kinds - COMPUTE - TRANSFERS:  # else a schedule
+    if over == "segment":
         problems += _sums(program)
         if program.placement.optimizer:
             problems += _weights(program)
@@ -35,18 +36,19 @@ def check(program: Program) -> None:
         raise UserError(*problems)
 
 
-def _places(program: Program) -> list[str]:
+def _places(program: Program, over: str) -> list[str]:
+    """Actions stand on the rank of what they act on; ``over`` is what that is called."""
     empty = sorted(set(range(len(program.ranks))) - set(program.rank_of_segment))
-    problems = [f"rank {rank} holds no segment: each rank must hold at least one" for rank in empty]
+    problems = [f"rank {rank} holds no {over}: each rank must hold at least one" for rank in empty]
     for rank, action in program.actions():
         if action.kind in COMPUTE or action.kind in TRANSFERS:
             if action.segment >= program.num_segments:
                 problems.append(
-                    f"{action} on rank {rank}: there are {program.num_segments} segments, counted from 0"
+                    f"{action} on rank {rank}: there are {program.num_segments} {over}s, counted from 0"
                 )
             elif program.rank_of_segment[action.segment] != rank:
                 holder = program.rank_of_segment[action.segment]
-                problems.append(f"{action} on rank {rank}: segment {action.segment} is on rank {holder}")
+                problems.append(f"{action} on rank {rank}: {over} {action.segment} is on rank {holder}")
             if action.microbatch >= program.microbatches:
                 problems.append(
                     f"{action} on rank {rank}: there are {program.microbatches} microbatches, from 0"
@@ -58,7 +60,7 @@ def _places(program: Program) -> list[str]:
     return problems
 
 
-def _completeness(program: Program) -> list[str]:
+def _completeness(program: Program, over: str) -> list[str]:
     """Every forward once; every backward once, whole (B) or in halves (I and W)."""
     counts = Counter(action for _, action in program.actions() if action.kind in COMPUTE)
     problems = []
@@ -71,7 +73,7 @@ def _completeness(program: Program) -> list[str]:
         if backward not in ((1, 0, 0), (0, 1, 1)):
             b, i, w = backward
             problems.append(
-                f"the backward of segment {segment} on microbatch {microbatch} is B {b}, I {i}, W {w} times: "
+                f"the backward of {over} {segment} on microbatch {microbatch} is B {b}, I {i}, W {w} times: "
                 "must be B once, or I once and W once"
             )
     return problems
