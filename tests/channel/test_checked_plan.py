@@ -157,6 +157,11 @@ def test_dropout_is_refused_in_training() -> None:
         net.train()(torch.zeros(1, 2, dtype=torch.long))
 
 
+def test_nothing_is_gathered_again_that_is_not_gathered() -> None:
+    with pytest.raises(UserError, match="use sequence_parallel=True, or regather=False"):
+        tensor_parallel_(Net(), PLAN, Mesh(Layout()).tp, sequence_parallel=False, regather=True)
+
+
 def test_a_model_is_cut_once() -> None:
     net, axis = Net(), Mesh(Layout()).tp
     tensor_parallel_(net.branches[0], Plan({"": BRANCH}), axis, sequence_parallel=False)

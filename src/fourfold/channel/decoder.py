@@ -13,12 +13,13 @@ def cut_channels_(model: Decoder, mesh: Mesh, sequence_length: int) -> TensorPar
     """Cut the model on the tp axis, and its loss with it."""
     if mesh.tp.size == 1:
         return None
+    sequence_parallel = mesh.layout.sequence_parallel(sequence_length)
     parallel = tensor_parallel_(
         model,
         decoder_plan(model.spec),
         mesh.tp,
-        sequence_parallel=mesh.layout.sequence_parallel(sequence_length),
-        regather=mesh.layout.options.get("tp") == "regather",
+        sequence_parallel=sequence_parallel,
+        regather=sequence_parallel and mesh.layout.options.get("tp") == "regather",
     )
     ((first, _),) = parallel.cuts["model.embed_tokens.weight"].runs[mesh.tp.rank]
     model.cross_entropy = partial(

@@ -29,6 +29,7 @@ from fourfold.channel.plans import Branch, Plan
 from fourfold.channel.regather import entered, gathered_again, stream_name
 from fourfold.channel.vocabulary import look_up_own_rows_
 from fourfold.collectives.differentiable import all_gather, copy_to, reduce_from, reduce_scatter
+from fourfold.errors import UserError
 from fourfold.mesh import Axis
 from fourfold.models.parameters import parameter_sites
 
@@ -99,6 +100,11 @@ def tensor_parallel_(
     divide, or that would compute something else than one process; see `fourfold.channel.checked_plan`. A
     copy of a cut module (`copy.deepcopy`) is a cut module of its own.
     """
+    if regather and not sequence_parallel:
+        raise UserError(
+            "regather=True (Channel axis): without sequence parallelism nothing is gathered; "
+            "use sequence_parallel=True, or regather=False"
+        )
     cuts = checked_cuts(model, plan, ranks=axis.size, sequence_parallel=sequence_parallel)
     sites = parameter_sites(model)
     for name, parameter in list(model.named_parameters()):
@@ -141,7 +147,7 @@ def _tell_sizes_(module: nn.Module) -> None:
 
 def _surround_(module: nn.Module, branch: Branch, parallel: TensorParallel, *, transposed: bool) -> None:
     """Put the two collectives around a branch, and the row-wise biases behind the second one."""
-    if parallel.regather and parallel.sequence_parallel:
+    if parallel.regather:
         module.forward = gathered_again(module, parallel.enter)
     else:
         _enter_at_(module, parallel)
