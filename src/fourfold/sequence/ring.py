@@ -129,7 +129,7 @@ class Around:
         return wait
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _parts(ring: Ring, q_rank: int, k_rank: int, needed: tuple[Needed, ...]) -> tuple[Part, ...]:
     """The rectangles of a rank's queries with blocks of a rank's keys; every layer has the same."""
     found = []
