@@ -265,6 +265,9 @@ def test_another_run_is_refused_with_what_differs(trainer: Trainer, original: Pa
     assert "model.embed_tokens.weight of shape (61, 32) in float32, the run needs (60, 32)" in str(
         caught.value
     )
+    muon = trainer_of(run_spec("dp1", optimizer="muon"))
+    with pytest.raises(UserError, match=r"has no model\.layers\.\d\..*\.weight\.momentum_buffer"):
+        load_newest_(muon.parallel, muon.update, original, run=EXPECTED_RUN)  # CK-05: never fresh moments
 
 
 def test_one_process_reads_the_model(trainer: Trainer, original: Path, tmp_path: Path):

@@ -78,6 +78,10 @@ def test_what_import_says_and_writes(folder: Path) -> None:
     assert message_of("import", "theirs", "begin.toml") == (
         "error: begin.toml is there already: give a new name\n"
     )
+    assert message_of("import", "Qwen/Qwen3-0.6B") == (
+        "error: Qwen/Qwen3-0.6B is no folder of a Hugging Face model, with config.json and weights; to fetch "
+        "one of the Hub: hf download Qwen/Qwen3-0.6B --local-dir FOLDER\n"
+    )
     [path, *_] = sorted((folder / "theirs").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-2:] = b"\xff\x7f"  # the last float32 is not a number

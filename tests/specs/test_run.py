@@ -99,6 +99,7 @@ def test_override_mistakes(load):
         "override '.a=2' is not section.key=value: write e.g. training.steps=100",
     ]
     assert messages(load, RUN, ("training=5",)) == ["training=5 must be a table"]
+    assert messages(load, RUN, ("checkpoint.keep=0",)) == ["checkpoint.keep=0 is too small: use 1 or more"]
     assert messages(load, RUN, ("training.steps=many",)) == ["training.steps='many' must be a whole number"]
 
 

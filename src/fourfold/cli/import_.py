@@ -34,7 +34,10 @@ def import_(
     from fourfold.specs import ModelSpec
 
     if not (folder / CONFIG).exists():
-        raise UserError(f"{folder} is no model of Hugging Face's: there is no {CONFIG} in it")
+        raise UserError(
+            f"{folder} is no folder of a Hugging Face model, with {CONFIG} and weights; to fetch one of the "
+            f"Hub: hf download {folder} --local-dir FOLDER"
+        )
     if run_file is not None and run_file.exists():
         raise UserError(f"{run_file} is there already: give a new name")
     spec = ModelSpec.from_config(folder)
