@@ -222,7 +222,7 @@ def test_what_sharding_sends(ranks: RankPool, layout: str, vocab_size: int, micr
     head = embedding + spec.hidden_size
     layer = (total - embedding - head) // spec.num_hidden_layers
     blocks = [embedding, *[layer] * spec.num_hidden_layers, head]
-    *_, before, last = blocks_of_segments([4 * block for block in blocks], sharded=True)
+    *_, before, last = blocks_of_segments([4 * block for block in blocks], Layout(fsdp=4))
     assert [list(before), list(last)] == ([[3], [4, 5]] if vocab_size == 67 else [[4], [5]])
     gathered = sum(event.bytes for event in recorded if event.op == "all_gather") // 4
     if "zero" in layout:

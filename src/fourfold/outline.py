@@ -230,7 +230,7 @@ def outline(step: Step, *, tp_rank: int = 0) -> Outline:
         list(sizes.values()),
         counts=blocks_of_stages(spec, step.sequence_length, stages=order.num_segments),
         joined=step.recompute.is_none,
-        sharded=layout.placement.weights,
+        layout=layout,
     )
     blocks = [names[span.start : span.stop] for spans in stages for span in spans]
     per_stage = [len(spans) for spans in stages]
@@ -259,7 +259,7 @@ def blocks_of_stages(spec: ModelSpec, sequence_length: int, *, stages: int) -> l
     return split(forward_flops(spec, sequence_length).segments, stages=stages)
 
 
-def dealt(sizes: Sequence[int], *, counts: Sequence[int], joined: bool, sharded: bool) -> list[list[range]]:
+def dealt(sizes: Sequence[int], *, counts: Sequence[int], joined: bool, layout: Layout) -> list[list[range]]:
     """Return for each stage of a pipeline its segments, each as a span of the model's blocks.
 
     Args:
@@ -268,13 +268,13 @@ def dealt(sizes: Sequence[int], *, counts: Sequence[int], joined: bool, sharded:
         counts: how many blocks each stage has.
         joined: False where each block is a segment of its own, as with recomputation: what runs again is a
             block.
-        sharded: whether weights are gathered for each use.
+        layout: see `blocks_of_segments`.
     """
     found = []
     for first, stop in pairwise(accumulate(counts, initial=0)):
         spans = [range(index, index + 1) for index in range(stop - first)]
         if joined:
-            spans = blocks_of_segments(sizes[first:stop], sharded=sharded)
+            spans = blocks_of_segments(sizes[first:stop], layout)
         found.append([range(first + span.start, first + span.stop) for span in spans])
     return found
 

@@ -78,7 +78,7 @@ def cut_layers(
         [sum(numel[name] * itemsize for name in parameters) for parameters in owned],
         counts=counts,
         joined=joined,
-        sharded=mesh.layout.placement.weights,
+        layout=mesh.layout,
     )
     return Stages(
         order,

@@ -6,7 +6,7 @@ from fourfold.batch.reduction import SEGMENT_BYTES, SHARDED_SEGMENT_BYTES, block
 from fourfold.build import expanded
 from fourfold.layer.schedules import one_forward_one_backward
 from fourfold.program import Action, Kind, Program, check
-from fourfold.specs import REPLICATED
+from fourfold.specs import REPLICATED, Layout
 from tests.programs import ZERO1, parsed, written
 
 
@@ -107,9 +107,21 @@ def test_every_contribution_is_summed_once(microbatches: int, every_microbatch: 
     ],
 )
 def test_units_are_large_enough_and_several(sizes: list[float], expected: list[tuple[int, int]]) -> None:
-    units = blocks_of_segments([int(size * 2**20) for size in sizes])
+    units = blocks_of_segments([int(size * 2**20) for size in sizes], Layout(dp=2, pp=2))
     assert [(unit.start, unit.stop) for unit in units] == expected
     assert SEGMENT_BYTES == 25 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([12, 9, 9, 9, 9, 12], [(0, 3), (3, 6)]), ([1, 1, 6], [(0, 3)]), ([500, 400], [(0, 1), (1, 2)])],
+)
+def test_where_nothing_is_summed_a_small_stage_is_one(
+    sizes: list[float], expected: list[tuple[int, int]]
+) -> None:
+    for layout in (Layout(), Layout(pp=2, tp=4)):
+        units = blocks_of_segments([int(size * 2**20) for size in sizes], layout)
+        assert [(unit.start, unit.stop) for unit in units] == expected
 
 
 @pytest.mark.parametrize(
@@ -125,6 +137,6 @@ def test_units_are_large_enough_and_several(sizes: list[float], expected: list[t
     ],
 )
 def test_sharded_units_are_smaller(sizes: list[float], expected: list[tuple[int, int]]) -> None:
-    units = blocks_of_segments([int(size * 2**20) for size in sizes], sharded=True)
+    units = blocks_of_segments([int(size * 2**20) for size in sizes], Layout(fsdp=2))
     assert [(unit.start, unit.stop) for unit in units] == expected
     assert SHARDED_SEGMENT_BYTES == 4 * 2**20

@@ -25,30 +25,36 @@ from dataclasses import replace
 
 from fourfold.program.actions import CONTRIBUTES, Action, Kind
 from fourfold.program.program import Program
+from fourfold.specs.layout import BATCH_AXES, Layout
 
 SEGMENT_BYTES = 25 * 2**20
-"""A segment has at least so many bytes of gradients, or half of its stage's where that is less.
+"""A segment has at least so many bytes of gradients, or all of its stage's where that is less.
 
-Each reduction costs a latency and each segment a call of autograd, so small blocks are joined; but what the
-backward finishes last has nothing to hide behind, so they are not joined to one.
+Each reduction costs a latency and each segment calls of autograd, so small blocks are joined. But where
+gradients are summed over ranks a segment may have half of its stage's: what the backward finishes last has
+nothing to hide behind.
 """
 
 SHARDED_SEGMENT_BYTES = 4 * 2**20
 """The same where weights are sharded, or an eighth of the stage: whole segments take memory there."""
 
 
-def blocks_of_segments(block_bytes: Sequence[int], *, sharded: bool = False) -> list[range]:
+def blocks_of_segments(block_bytes: Sequence[int], layout: Layout) -> list[range]:
     """Join neighbouring blocks of a stage to segments, in the order of the backward: the last come first.
 
     Args:
         block_bytes: of the gradients of each block's parameters, in the order of the forward.
-        sharded: whether a rank holds the weights of a segment only while it is used.
+        layout: says whether gradients are summed over ranks, and whether a rank holds the weights of a
+            segment only while it is used.
 
     Returns:
         The blocks of each segment, in the order of the forward.
     """
     total = sum(block_bytes)
-    enough = min(SHARDED_SEGMENT_BYTES, total / 8) if sharded else min(SEGMENT_BYTES, total / 2)
+    if layout.placement.weights:
+        enough = min(SHARDED_SEGMENT_BYTES, total / 8)
+    else:
+        enough = min(SEGMENT_BYTES, total / 2 if layout.size(*BATCH_AXES) > 1 else total)
     segments: list[range] = []
     stop = len(block_bytes)
     for start in reversed(range(len(block_bytes))):
