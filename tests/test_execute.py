@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.batch import reduction
 from fourfold.batch.pieces import cut
 from fourfold.batch.reduction import with_reductions
 from fourfold.batch.units import Unit
@@ -36,6 +37,12 @@ from tests.ranks import RankPool
 
 MODELS = ["tiny", "tiny-qwen2", "tiny-qwen3"]
 MICROBATCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one process has them of a model whose blocks are large."""
+    monkeypatch.setattr(reduction, "SEGMENT_BYTES", 16 * 2**10)
 
 
 def model_of(name: str, dtype: str = "float64") -> ParallelModel:

@@ -57,7 +57,7 @@ def test_what_is_in_flight_and_what_it_costs(largest: Explanation) -> None:
     held = [memory.most[Category.ACTIVATIONS] for memory in largest.memory[1:15]]
     layers, tokens, C, D, H, K, F = 8, 8192, 16384, 128, 16, 1, 53248 // 8
     of_a_layer = tokens * (
-        2 * 2 * C // 8 + 2 * 2 * C + 2 * (2 * H + 2 * K) * D + 2 * 3 * F + 2 * 4 // 8 + 4 * H
+        2 * 2 * C // 8 + 2 * 2 * C + 2 * (2 * H + 2 * K) * D + 2 * 2 * F + 2 * 4 // 8 + 4 * H
     )
     steps = [more - less for more, less in pairwise(held)]
     assert steps == [pytest.approx(layers * of_a_layer, rel=0.03)] * len(steps)

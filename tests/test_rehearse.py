@@ -80,10 +80,13 @@ def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict
         rehearsed = rehearse(step, rank=rank, device_type="cpu", data=rows(step))
         assert rehearsed.events == real.events
         assert rehearsed.flops == real.flops > 0
-        assert sum(rehearsed.held.rest.values()) == sum(real.held.rest.values())
-        # The loss of a CPU goes through smaller chunks of logits than that of a device. And gloo's thread may
-        # hold the last collective a moment longer than we do: what goes to, and what comes from, every rank.
+        # Gloo's thread may hold the last collective a moment longer than we do: what goes to, and what comes
+        # from, every rank.
         late = max((2 * len(found) * event.bytes for event in real.events), default=0)
+        assert 0 <= sum(real.held.rest.values()) - sum(rehearsed.held.rest.values()) <= late
+        others = [category for category in Category if category is not Category.COMMUNICATION]
+        assert [real.held.rest[it] for it in others] == [rehearsed.held.rest[it] for it in others]
+        # The loss of a CPU goes through smaller chunks of logits than that of a device.
         peak, close = rehearsed.held.peak, 1e-3 if len(found) == 1 else 0.05
         assert peak * (1 - close) <= real.held.peak <= peak * (1 + close) + late
 

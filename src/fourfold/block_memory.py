@@ -2,8 +2,8 @@
 
 [Note: what a tape holds] Of T tokens with C channels, H query and K key/value heads of D, and F channels in
 the feed-forward, a layer keeps: its input and the stream between attention and feed-forward, and what enters
-either branch, the norms' outputs (4 C in all); q, k and v as attention reads them, and its output; three
-tensors of the feed-forward (the two projections and the product), 3 F. In float32 or higher
+either branch, the norms' outputs (4 C in all); q, k and v as attention reads them, and its output; the two
+projections of the feed-forward, 2 F, whose product is made again ([Note: made again]). In float32 or higher
 it keeps a number a token for each norm, and one a token and head for attention. With norms on q and k, what
 those read comes on top. The head keeps its input, the norm's output, and the logits of one chunk. Rotary
 angles are shared by all layers, labels lie in the batch, and the weights are no part of a tape.
@@ -211,7 +211,7 @@ class BlockSizes:
         """A layer. Most is held where the product of the feed-forward is made, or goes back."""
         is_cut = self.tp > 1
         entered = self.stream if self.gathered_twice else self.entered
-        tape = 2 * self.stream + 2 * entered + 2 * self.norm_numbers + self.attention + 3 * self.inner
+        tape = 2 * self.stream + 2 * entered + 2 * self.norm_numbers + self.attention + 2 * self.inner
         # What a branch gives, and with sequence parallelism a copy of it in parts, until it is summed.
         leaving = (
             2 * self.entered if self.sequence_parallel else self.entered if is_cut else 0
@@ -222,17 +222,17 @@ class BlockSizes:
         gathered = self.entered if self.sequence_parallel else 0
         gathered += self.gathered_twice
         attention, normed = self._attention_going_back()
-        of_branch = 3 * self.inner + entered  # gone before attention goes back, if not deferred
+        of_branch = 2 * self.inner + entered  # gone before attention goes back, if not deferred
         backward = gathered + max(
-            2 * self.inner,
-            self.inner + product,
+            3 * self.inner,
+            2 * self.inner + product,
             gathered if self.rows > 1 else 0,
             attention - of_branch,
             normed - of_branch - self.queries,
         )
         deferred = 2 * self.entered + 2 * self.queries + self.keys + 3 * self.inner
         deferred += 2 * self.entered
-        forward = tape + leaving + self.gathered_twice
+        forward = tape + max(leaving, self.inner + leaving - self.stream) + self.gathered_twice
         return BlockMemory(
             input=self.stream,
             tape=tape,
@@ -244,7 +244,8 @@ class BlockSizes:
             evaluate=forward + self._kept_beside_tape() if self.keeps else evaluate + leaving,
             loss=0,
             backward=backward,
-            halves=max(gathered + max(3 * self.inner, attention, normed), 2 * gathered + 3 * self.entered),
+            halves=self.inner
+            + max(gathered + max(3 * self.inner, attention, normed), 2 * gathered + 3 * self.entered),
             product=product,
         )
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.kept import dear
+from fourfold.models.swiglu import product_again, swiglu_node
 
 
 class WeightGradients:
@@ -144,18 +145,24 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, sink: WeightGradients
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.made_by = swiglu_node(x)  # [Note: made again]
+        ctx.save_for_backward(*([x] if ctx.made_by is None else []))
+        ctx.shape = x.shape
         # The parameters themselves, not saved copies: hooks on saved tensors may pack those elsewhere.
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return dear(name, lambda: F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        input_gradient = torch.mm(rows, ctx.weight).view_as(x) if ctx.needs_input_grad[0] else None
-        ctx.sink.add(ctx.weight, ctx.bias, x.reshape(-1, x.shape[-1]), rows)
+        # First, since an input that is made again is wide, and gone before the input gradient is made.
+        ctx.sink.add(ctx.weight, ctx.bias, _Linear._input(ctx).reshape(-1, ctx.shape[-1]), rows)
+        input_gradient = torch.mm(rows, ctx.weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
         return input_gradient, None, None, None, None
+
+    @staticmethod
+    def _input(ctx: Any) -> Tensor:
+        return ctx.saved_tensors[0] if ctx.made_by is None else product_again(ctx.made_by)
 
 
 class _Embedding(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.models.swiglu import swiglu
+from fourfold.models.swiglu import product_again, swiglu, swiglu_node
 
 
 def found(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -26,6 +26,18 @@ def test_the_same_bits_as_without_a_function_of_its_own(dtype: torch.dtype) -> N
     for ours, right in zip(found(swiglu, dtype), found(plain, dtype), strict=True):
         assert ours.dtype == dtype
         assert torch.equal(ours, right)
+
+
+def test_the_product_is_made_again_from_the_tape() -> None:
+    gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+    product = swiglu(gate, up)
+    assert torch.equal(product_again(swiglu_node(product)), product)
+    expected = torch.autograd.grad(plain(gate, up), (gate, up), torch.ones(3, 8))
+    gradients = torch.autograd.grad(product, (gate, up), torch.ones(3, 8))
+    for found, right in zip(gradients, expected, strict=True):
+        assert torch.equal(found, right)
+    assert swiglu_node(gate * up) is None
+    assert swiglu_node(gate) is None
 
 
 def test_the_tape_holds_the_two_inputs_alone() -> None:
