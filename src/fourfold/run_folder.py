@@ -127,7 +127,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Turn what keeps a file of the run from being read into a message that names it.
 
     Raises Unreadable. A file that is not there is another matter, and passes.

@@ -148,7 +148,7 @@ class Reader:
         for to, source, count in overlap(wanted, piece.stripes):
             target, first = content[to * itemsize : (to + count) * itemsize], source * itemsize
             try:
-                with reading(Path(path)):
+                with reading(path):
                     self._files.read_into(path, target, piece.offset + first)
             except (OSError, EOFError) as error:
                 raise Damaged(f"{path} is not whole: {error}") from None
