@@ -204,7 +204,10 @@ def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def memory() -> dict[str, Any]:
-    """Published peaks against what is predicted; and runs out of memory told from those that fit."""
+    """Published peaks against what is predicted; and runs out of memory told from those that fit.
+
+    Megatron's log has what tensors took; other peaks are what a device showed, and its context is in them.
+    """
     ratios, told = [], Counter[str]()
     for row in rows():
         run = published(row)
@@ -217,6 +220,7 @@ def memory() -> dict[str, Any]:
                 run.step.layout.world_size,
                 run.step.sequence_length,
                 run.step.batch,
+                practice=run.practice,
             )
         )
         plan = search.plan(run.step)
@@ -224,7 +228,9 @@ def memory() -> dict[str, Any]:
             fits = plan.memory.reserved <= USABLE * run.machine.memory_bytes
             told["out of memory, and predicted to fit" if fits else "out of memory, as predicted"] += 1
             continue
-        ratios.append(plan.memory.reserved / (float(row["peak_mem_gb"]) * 1e9) - 1)
+        logged = run.stack in ("Megatron-LM", "Megatron-Bridge", "Megatron (zero bubble)")
+        predicted = plan.memory.allocated if logged else plan.memory.reserved
+        ratios.append(predicted / (float(row["peak_mem_gb"]) * 1e9) - 1)
     return {"peaks": errors(ratios), "out_of_memory": dict(told)}
 
 

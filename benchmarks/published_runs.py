@@ -125,11 +125,24 @@ def _published(items: tuple[tuple[str, str], ...]) -> PublishedRun | str:
         products="float8" if float8 else None,
         compiled=row["compile"] == "1",
         **kernels_of(row),
+        sends_wait=_waits_for_messages(row),
         logits_again=False,
         reduced_itemsize=2 if row["zero_stage"] in ("2", "3") else 4,
     )
     devices = machine_of(row)
     return PublishedRun(row, _fitting(step, row, devices), devices, practice, _seconds(row))
+
+
+_EARLY = {"fragmentation": 0.12}
+_FLOAT16 = {"gradient_bytes": 2, "owned_gradient_bytes": 4}
+
+
+def _waits_for_messages(row: Row) -> bool:
+    """Megatron's 1F1B waits for each message, and before 2024 its interleaved schedule did so too."""
+    stack, schedule = stack_of(row["source"]), row["schedule"]
+    if stack in ("Megatron-DeepSpeed", "GPT-NeoX", "Megatron (zero bubble)"):
+        return not schedule.startswith("zb")
+    return stack in ("NeMo (dgxc)", "Megatron-Bridge", "Megatron-LM") and schedule == "1f1b"
 
 
 def kernels_of(row: Row) -> dict[str, Any]:
@@ -140,13 +153,23 @@ def kernels_of(row: Row) -> dict[str, Any]:
     third of FlashAttention 3 (Dao, arXiv:2307.08691, figures 4 to 7). Which kernel it was the tables do not
     say: their long rows do, whose time is attention. Megatron-DeepSpeed and GPT-NeoX are of 2022 and wrote
     scores to memory. The recipes of NeMo and Megatron-Bridge overlap tp's collectives with products, which
-    hides 60 to 70%.
+    hides 60 to 70%. The paper on zero bubbles keeps scores too: table 1 has sbh (34 + 5as/h) bytes a layer.
+
+    Megatron and DeepSpeed keep gradients of float16 as such, and their optimizers a copy in float32 of what
+    they own (4 + 16 / dp bytes a parameter); DeepSpeed those of bfloat16 as such and in float32.
+
+    Before expandable segments (PyTorch 2.1, end of 2023) an allocator reserved 5 to 20% more than was in use.
     """
     stack = stack_of(row["source"])
     if stack == "llm-foundry":
-        return {"attention": 0.33 if row["gpu"].startswith("H100") else 0.6}
+        return {"attention": 0.33 if row["gpu"].startswith("H100") else 0.6, **_EARLY}
     if stack in ("Megatron-DeepSpeed", "GPT-NeoX"):
-        return {"fused_attention": False}
+        gradients = {"gradient_bytes": 6} if row["precision"].startswith("bf16") else _FLOAT16
+        return {"fused_attention": False, **gradients, **_EARLY}
+    if stack == "Megatron (zero bubble)":
+        return {"fused_attention": False, **_FLOAT16, **_EARLY}
+    if stack == "InternEvo":
+        return _EARLY
     if stack in ("NeMo (dgxc)", "Megatron-Bridge", "Megatron-LM"):
         return {"tp_hidden": 0.65}
     return {}
@@ -254,6 +277,8 @@ def _schedule(row: Row) -> str:
         return "zb-h2" if row["schedule"] == "zb-2p" else "zb-h1"
     if row["schedule"] == "gpipe":
         return "gpipe"
+    if row["schedule"].startswith("interleaved"):
+        return f"interleaved{max(chunks, 2)}"  # where a source does not say how many, the least
     return f"interleaved{chunks}" if chunks > 1 else "1f1b"
 
 

@@ -5,6 +5,7 @@ import pytest
 from fourfold.explain import explain
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
+from fourfold.planner.compute import OURS, Practice
 from fourfold.planner.plans import Question
 from fourfold.planner.search import Search
 from fourfold.specs import Layout, ModelSpec
@@ -46,6 +47,19 @@ def test_the_closed_form_agrees_with_the_walk(layout: str, microbatches: int, re
     predicted = Search(Question(SPEC, machine("H100-80GB"), 8, 4096, 32)).plan(step).memory.allocated
     walked = max(memory.peak for memory in explain(step).memory)
     assert -0.05 < predicted / walked - 1 < 0.15
+
+
+def test_software_of_others() -> None:
+    """Scores of all layers in memory; gradients in 16 bits, and of what a rank owns in 32 bits as well."""
+    step = Step(SPEC, Layout.parse("fsdp8:zero1"), 8, 2048, 1, "bfloat16")
+    other = Practice(fused_attention=False, gradient_bytes=2, owned_gradient_bytes=4, fragmentation=0.12)
+    ours, theirs = (
+        Search(Question(SPEC, machine("H100-80GB"), 8, 2048, 8, practice=practice)).plan(step).memory
+        for practice in (OURS, other)
+    )
+    assert theirs.activations - ours.activations == 12 * 5 * SPEC.num_attention_heads * 2048**2
+    assert theirs.gradients == pytest.approx((2 + 4 / 8) / 4 * ours.gradients)
+    assert theirs.reserved - 1.5e9 == pytest.approx(1.12 * theirs.allocated)
 
 
 def test_both_ends_of_a_pipeline_hold_a_tied_embedding() -> None:

@@ -67,6 +67,21 @@ def test_recomputation_costs_a_forward() -> None:
     assert none < selective < none + 0.2 * (full - none)
 
 
+def test_small_products_of_one_kernel_fill_a_device_together() -> None:
+    """27 of 2 x 2 tiles are one wave of 108 processors, as one of them is."""
+    a100 = replace(machine("A100-80GB"), memory_bytes_per_second=1e30)
+    one, many = (a100.product_seconds(256, 512, 4096, "bfloat16", count=count) for count in (1, 27))
+    assert many == pytest.approx(one, rel=1e-12)
+
+
+def test_messages_that_ranks_wait_for() -> None:
+    """Each of 8 microbatches stands still once before its forward and once before its backward."""
+    asked = step("pp2")
+    message = collective(Event("send", "pp", asked.sizes.stream, "bfloat16"), asked, H100)
+    waiting = of("pp2", practice=Practice(sends_wait=True)).total - of("pp2").total
+    assert waiting == pytest.approx(16 * message, rel=0.01)
+
+
 def test_what_cannot_hide_is_longer_than_what_computes() -> None:
     assert waits(3.0, 2.0, 0.0) == 1.0
     assert waits(1.0, 2.0, 0.1) == pytest.approx(0.1)

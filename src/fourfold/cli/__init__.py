@@ -119,6 +119,9 @@ def main() -> None:
     """
     # Torch reads this when it is loaded. Its warnings of lost connections come with C++ stack traces.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # And this: so an allocator of GPU memory wastes a few percent, as the planner says, and not up to twenty.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         app(prog_name="fourfold")
     except SystemExit as end:

@@ -137,7 +137,7 @@ def text(found: "Found", asked: "Question", model: str, top: int) -> str:
             f"{len(ties)} of those below are within {TIE:.0%} of the first, which a prediction cannot tell "
             "apart: the first is the simplest"
         )
-    lines += [f"{plan.step.layout} loses: {why_slower(plan, best)}" for plan in found.plans[1:top]]
+    lines += [f"{plan.layout} loses: {why_slower(plan, best)}" for plan in found.plans[1:top]]
     beside = {"by hand": found.by_hand, "best without a pipeline": found.without_pipeline}
     for name, other in beside.items():
         if other is None:
@@ -145,7 +145,7 @@ def text(found: "Found", asked: "Question", model: str, top: int) -> str:
         else:
             slower = other.time.total / best.time.total - 1
             lines.append(
-                f"{name}: {other.step.layout}, {other.step.microbatches} x {other.step.rows}, recompute "
+                f"{name}: {other.layout}, {other.step.microbatches} x {other.step.rows}, recompute "
                 f"{other.step.recompute}: {slower:+.1%} time ({why_slower(other, best)})"
             )
     lines += ["", _memory(best, asked), "", _counts(found)]
@@ -173,7 +173,7 @@ def _rows(plans: list["Plan"], asked: "Question") -> list[list[str]]:
         shares = sorted(parts(plan.time).items(), key=lambda one: -one[1])
         rows.append(
             [
-                str(plan.step.layout),
+                str(plan.layout),
                 f"{plan.step.microbatches} x {plan.step.rows}",
                 str(plan.step.recompute),
                 f"{seconds * (1 - ERROR):.3g} to {seconds * (1 + ERROR):.3g}",
@@ -230,13 +230,13 @@ def _answers(
             f"no number of devices that this batch can be cut for is done in {days:g} days"
             if enough is None
             else f"done in {days:g} days: {enough.plan.step.layout.world_size:,} devices "
-            f"({enough.plan.step.layout}, {enough.days:,.1f} days)"
+            f"({enough.plan.layout}, {enough.days:,.1f} days)"
         )
     if what_if:
         for name, other in questions.knobs(asked):
             plan = Search(other).run().plans[0]
             gain = best.time.total / plan.time.total - 1
-            answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.step.layout})"
+            answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.layout})"
     if limits:
         answers["longest"] = (
             f"the longest sequence that fits: {questions.longest_sequence(asked):,} tokens "

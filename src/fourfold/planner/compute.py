@@ -46,6 +46,11 @@ class Practice:
         tp_hidden: the share of tp's collectives that travels behind the products that they are cut along.
         logits_again: whether the head's backward makes logits a second time, as ours does, for less memory.
         reduced_itemsize: bytes of an element of a gradient while it is summed over ranks.
+        gradient_bytes: of a parameter's gradients while they are kept; ours are float32. Besides,
+            ``owned_gradient_bytes`` where the optimizer has its own copy of those that it needs.
+        sends_wait: whether ranks of a pipeline stand still while a message is on its way between them.
+        fragmentation: the share that an allocator reserves beyond what is allocated: 0.02 to 0.05 with
+            expandable segments, 0.05 to 0.2 without.
     """
 
     products: str | None = None
@@ -55,6 +60,10 @@ class Practice:
     tp_hidden: float = 0.0
     logits_again: bool = True
     reduced_itemsize: int = 4
+    gradient_bytes: int = 4
+    owned_gradient_bytes: int = 0
+    sends_wait: bool = False
+    fragmentation: float = 0.04
 
 
 OURS = Practice()
@@ -283,7 +292,7 @@ class _Blocks:
         step, machine, rows = self._step, self._machine, self._step.rows * self._sizes.heads
         tokens, width = step.sequence_length // step.layout.cp, step.spec.head_dim
         shapes = (tokens, step.sequence_length, width), (tokens, width, step.sequence_length)
-        products = sum(rows * machine.product_seconds(*shape, step.dtype) for shape in shapes)
+        products = sum(machine.product_seconds(*shape, step.dtype, count=rows) for shape in shapes)
         scores = rows * tokens * step.sequence_length * step.itemsize
         # Written, read and written by the softmax, read; backward twice the reads.
         return products + machine.memory_seconds(4 * scores), 2 * products + machine.memory_seconds(

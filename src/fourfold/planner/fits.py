@@ -4,20 +4,22 @@
 `fourfold.block_memory`, the parameters of blocks, and how many microbatches are in flight) at the moment
 that is dearest in all programs that the planner tries: when a rank has most in flight and goes back a layer.
 A test holds it against the walk. What the backends of collectives and the context of a device take is
-`FIXED_BYTES`; what an allocator cannot use is `FRAGMENTATION` of what changes in a step.
+`FIXED_BYTES`; what an allocator cannot use is a share of all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.block_memory import BlockMemory, BlockSizes
 from fourfold.outline import ITEMSIZES, master_dtype
+from fourfold.planner.compute import Practice
 from fourfold.specs.placement import Placement
 
 FIXED_BYTES = 1.5e9
 """A CUDA context, workspaces of cuBLAS, and channels of NCCL for each of a few groups."""
 
-FRAGMENTATION = 0.04
-"""Of activations and gathered weights: what an allocator with expandable segments reserves beyond use."""
+SCORE_BYTES = 5
+"""Of a query and a key in 16 bits, where scores are kept: their softmax, a mask of dropout, and their product
+(arXiv:2205.05198)."""
 
 USABLE = 0.94
 """Of what a program sees of a device's memory, a plan may reserve so much."""
@@ -48,6 +50,9 @@ class Sizes:
         dtype: of computation.
         recompute: ``none``, ``selective`` or ``full``.
         tied: whether the head's weight is the embedding's, which both ends of a pipeline then hold.
+        gradient_bytes: of a parameter's gradients while they are kept, and ``owned_gradient_bytes`` of those
+            that the optimizer has beside them.
+        fragmentation: the share that an allocator reserves beyond what is allocated.
     """
 
     embed: BlockMemory
@@ -57,17 +62,45 @@ class Sizes:
     dtype: str
     recompute: str
     tied: bool
+    gradient_bytes: int
+    owned_gradient_bytes: int
+    fragmentation: float
 
     @classmethod
-    def of(cls, sizes: BlockSizes, numel: dict[str, int], *, dtype: str, recompute: str) -> "Sizes":
-        """From the sizes of blocks."""
-        tied = sizes.spec.tie_word_embeddings
-        return cls(sizes.embed(), sizes.layer(), sizes.head(), numel, dtype, recompute, tied)
+    def of(
+        cls,
+        sizes: BlockSizes,
+        numel: dict[str, int],
+        *,
+        dtype: str,
+        recompute: str,
+        practice: Practice,
+    ) -> "Sizes":
+        """From the sizes of blocks; where attention is not fused, scores are kept as well."""
+        layer = sizes.layer()
+        if not practice.fused_attention:
+            scores = SCORE_BYTES * sizes.tokens * sizes.sequence_length * sizes.heads
+            layer = replace(layer, tape=layer.tape + scores)
+        return cls(
+            sizes.embed(),
+            layer,
+            sizes.head(),
+            numel,
+            dtype,
+            recompute,
+            sizes.spec.tie_word_embeddings,
+            max(practice.gradient_bytes, 8 if dtype == "float64" else 0),
+            practice.owned_gradient_bytes,
+            practice.fragmentation,
+        )
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on a rank when it holds most, by category; see `fourfold.memory.Category`."""
+    """Bytes on a rank when it holds most, by category; see `fourfold.memory.Category`.
+
+    ``unused`` is what an allocator reserves beyond what is allocated.
+    """
 
     weights: float
     gradients: float
@@ -76,18 +109,18 @@ class Held:
     activations: float
     logits: float
     communication: float
+    unused: float
 
     @property
     def allocated(self) -> float:
-        """All of it."""
+        """All but that."""
         static = self.weights + self.gradients + self.optimizer  # written out: it is asked for very often
         return static + self.gathered + self.activations + self.logits + self.communication
 
     @property
     def reserved(self) -> float:
         """With what an allocator and the backends take beside it."""
-        moving = self.gathered + self.activations + self.logits
-        return self.allocated + FRAGMENTATION * moving + FIXED_BYTES
+        return self.allocated + self.unused + FIXED_BYTES
 
 
 def held(
@@ -124,14 +157,19 @@ def held(
     else:
         apart = itemsize != master
         weights = count * itemsize + (piece if placement.optimizer else count) * master * apart
-    gradients = float(count * master)
+    gradients = float(count)
     if placement.gradients:
-        gradients = (piece + (count if keep else two_units)) * master
+        gradients = piece + (count if keep else two_units)
+    gradients *= sizes.gradient_bytes
     owned = piece if placement.optimizer else count
+    gradients += owned * sizes.owned_gradient_bytes
     kept, logits = activations_of(sizes, load) if activations is None else activations
     # Unequal pieces are summed through a buffer of the whole unit.
     summed = largest * master if placement.optimizer and owners > 1 and not keep else 0.0
-    return Held(weights, gradients, 2 * owned * master, gathered, kept, logits, summed)
+    optimizer = 2.0 * owned * master
+    allocated = weights + gradients + optimizer + gathered + kept + logits + summed
+    unused = sizes.fragmentation * allocated
+    return Held(weights, gradients, optimizer, gathered, kept, logits, summed, unused)
 
 
 def activations_of(sizes: Sizes, load: StageLoad) -> tuple[float, float]:

@@ -156,23 +156,25 @@ class Machine:
             for found in fields(self)
         }
 
-    def product_seconds(self, m: int, n: int, k: int, dtype: str, *, itemsize: int = 2) -> float:
-        """The time of a product of an (m, k) and a (k, n) matrix on one rank.
+    def product_seconds(
+        self, m: int, n: int, k: int, dtype: str, *, itemsize: int = 2, count: int = 1
+    ) -> float:
+        """The time of a product of an (m, k) and a (k, n) matrix on one rank, or of ``count`` at once.
 
         The longer of its arithmetic and its traffic with memory. Arithmetic counts whole waves of tiles, and
         products with a short inner dimension are less efficient: k / (k + 256), the part of a tile's time
         that is not start and end.
         """
         if measured := self._measured_product(m, n, k, dtype):
-            return measured
+            return count * measured
         rows, columns = self.tile
-        waves = -(-m // rows) * -(-n // columns) / self.processors
+        waves = count * -(-m // rows) * -(-n // columns) / self.processors
         full = waves / ceil(waves)
-        flops = 2 * m * n * k * (k + 256) / k
+        flops = 2 * count * m * n * k * (k + 256) / k
         if (n % ALIGNED or k % ALIGNED) and itemsize < 4:
             flops *= MISALIGNED
         arithmetic = flops / (self.peak_flops[dtype] * self.product_efficiency[dtype] * full)
-        traffic = (m * k + k * n + m * n) * itemsize / self.memory_bytes_per_second
+        traffic = count * (m * k + k * n + m * n) * itemsize / self.memory_bytes_per_second
         return max(arithmetic * self.ranks_per_device, traffic)
 
     def attention_seconds(self, flops: float, sequence: int, dtype: str, *, backward: bool = False) -> float:

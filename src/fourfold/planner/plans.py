@@ -8,7 +8,7 @@ from fourfold.planner.compute import OURS, Practice
 from fourfold.planner.fits import Held
 from fourfold.planner.machine import Machine
 from fourfold.planner.step_time import StepTime
-from fourfold.specs import ModelSpec
+from fourfold.specs import Layout, ModelSpec
 
 POLICIES = ("none", "selective", "full")
 """Recomputation that is tried."""
@@ -53,6 +53,11 @@ class Plan:
     time: StepTime
     memory: Held
     worst_rank: int
+
+    @property
+    def layout(self) -> Layout:
+        """As it is written: with what a cp without an option means for this model."""
+        return self.step.layout.resolved(self.step.spec)
 
     @property
     def tokens_per_second(self) -> float:

@@ -91,7 +91,7 @@ def to_json(plan: Plan, question: Question) -> dict[str, Any]:
     """A plan as numbers and texts: seconds, bytes, fractions."""
     step = plan.step
     return {
-        "layout": str(step.layout),
+        "layout": str(plan.layout),
         "microbatches": step.microbatches,
         "rows": step.rows,
         "recompute": str(step.recompute),
@@ -116,7 +116,7 @@ def run_of(plan: Plan, model: str) -> RunSpec:
         else ModelSection(preset=model, overrides=_overrides(plan))
     )
     return RunSpec(
-        layout=step.layout,
+        layout=plan.layout,
         model=section,
         data=DataSection(sequence_length=step.sequence_length),
         training=TrainingSection.model_validate(

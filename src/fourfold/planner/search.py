@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fourfold.errors import UserError
 from fourfold.outline import Step
-from fourfold.planner.fits import FRAGMENTATION, USABLE, Sizes, activations_of, held
+from fourfold.planner.fits import USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
 from fourfold.planner.shapes import BlockSeconds, RankLoads, Shape, Way, block_sizes, fullest
@@ -175,9 +175,8 @@ class Search:
     def _sizes(self, shape: Shape) -> Sizes:
         key = shape.tp, shape.cp, shape.rows, shape.recompute
         if key not in self._known_sizes:
-            self._known_sizes[key] = block_sizes(
-                self._step(shape, Layout(cp=shape.cp, tp=shape.tp), alone=True)
-            )
+            alone = self._step(shape, Layout(cp=shape.cp, tp=shape.tp), alone=True)
+            self._known_sizes[key] = block_sizes(alone, self._asked.practice)
         return self._known_sizes[key]
 
     def _step(self, shape: Shape, layout: Layout, *, alone: bool = False) -> Step:
@@ -203,7 +202,7 @@ class Search:
         found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
         assert found is not None
         sizes = self._sizes(shape)
-        kept = [(1 + FRAGMENTATION) * sum(activations_of(sizes, load)) for load, _ in found.heavy]
+        kept = [(1 + sizes.fragmentation) * sum(activations_of(sizes, load)) for load, _ in found.heavy]
         fitting: list[Way] = []
         if max(kept) <= self._usable:
             too_much: set[str | None] = set()  # with fewer owners it is more
@@ -319,7 +318,8 @@ class Search:
             ranks = self._pipeline(layout.pp, schedule, step.microbatches)
             assert ranks is not None
             owners = layout.size(*layout.shard_axes)
-            memory, rank = fullest(block_sizes(step), ranks, layout.placement, owners, keep=layout.pp > 1)
+            sizes = block_sizes(step, self._asked.practice)
+            memory, rank = fullest(sizes, ranks, layout.placement, owners, keep=layout.pp > 1)
             found.append(Plan(step, time, memory, rank))
         return found
 

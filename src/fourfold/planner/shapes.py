@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fourfold.outline import Step
-from fourfold.planner.compute import numel_of_blocks
+from fourfold.planner.compute import OURS, Practice, numel_of_blocks
 from fourfold.planner.fits import Held, Sizes, StageLoad, held
 from fourfold.planner.stages import Stage, loads_of
 from fourfold.specs import Layout
@@ -33,10 +33,16 @@ class Shape:
         return Layout(pp=self.pp, dp=dp, fsdp=fsdp, cp=self.cp, tp=self.tp, options=options)
 
 
-def block_sizes(step: Step) -> Sizes:
+def block_sizes(step: Step, practice: Practice = OURS) -> Sizes:
     """What the memory of a step follows from."""
     numel = numel_of_blocks(step.spec, step.layout.tp, step.layout.sequence_parallel(step.sequence_length))
-    return Sizes.of(step.sizes, numel, dtype=step.dtype, recompute=step.recompute.name)
+    return Sizes.of(
+        step.sizes,
+        numel,
+        dtype=step.dtype,
+        recompute=step.recompute.name,
+        practice=practice,
+    )
 
 
 def fullest(

@@ -107,7 +107,8 @@ class Laid:
         step: which.
         times: of its blocks, and ``data`` of what the Batch axis adds.
         stages: of the pipeline, and ``loads`` what its ranks have of them, each kind once.
-        send: seconds of a message between pipeline ranks.
+        send: seconds of a message between pipeline ranks, behind what they compute; ``stands``, of one for
+            which they stand still, the one before a forward or a backward and the one after it at once.
     """
 
     step: Step
@@ -116,6 +117,7 @@ class Laid:
     stages: Sequence[Stage]
     loads: Collection[Stage]
     send: float
+    stands: float
 
     def forward(self, stage: Stage) -> Part:
         """A stage's forward on one microbatch, the Batch axis apart."""
@@ -137,7 +139,7 @@ class Laid:
         """Of a stage on one microbatch: forward, backward, and of that the weight gradients."""
         forward = self.forward(stage).total + stage.layers * self.data.forward
         backward = self.backward(stage).total + stage.layers * self.data.backward
-        return forward, backward, self.weights(stage)
+        return forward + self.stands, backward + self.stands, self.weights(stage)
 
     def busiest(self) -> tuple[Part, float]:
         """A rank's work on one microbatch, and what the Batch axis adds to it, of the rank with most."""
@@ -192,9 +194,10 @@ class StepTimes:
         times = self.blocks(step)
         message = Event("send", "pp", step.sizes.stream, step.dtype)
         send = 0.0 if layout.pp == 1 else collective(message, step, self.machine)
+        behind, stands = (0.0, send) if self.practice.sends_wait else (send, 0.0)
         loads = set(loads_of(stages, of_ranks))
         most = max(load.layers for load in loads)
-        return Laid(step, times, self.data(step, times, most), stages, loads, send)
+        return Laid(step, times, self.data(step, times, most), stages, loads, behind, stands)
 
     def data(self, step: Step, times: BlockTimes, layers: int) -> DataTime:
         """What the Batch axis adds; ``layers`` are those of the pipeline rank that has most."""

@@ -7,6 +7,7 @@ does a message between pipeline ranks; each pair of ranks, direction and kind ha
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fourfold.program.actions import (
     COMMUNICATION,
@@ -46,7 +47,7 @@ class Timeline:
     stuck: dict[int, Action]
     num_ranks: int
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """When the last action of any rank ends."""
         return max((span.end_seconds for span in self.spans), default=0.0)
