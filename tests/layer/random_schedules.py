@@ -6,7 +6,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fourfold.layer.list_scheduling import over_stages
-from fourfold.program import Action, Kind, Program
+from fourfold.layer.transfers import with_transfers
+from fourfold.program import COMPUTE, Action, Kind, Program
 
 
 @st.composite
@@ -84,8 +85,9 @@ def can_run(program: Program) -> bool:
 
 @st.composite
 def broken_schedules(draw: st.DrawFn) -> tuple[str, Program]:
-    """A right schedule with one fault, and what kind of fault."""
+    """A right schedule with one fault, with its messages or without them, and what kind of fault."""
     program = draw(right_schedules(min_ranks=2))
+    program = with_transfers(program) if draw(st.booleans()) else program
     fault = draw(st.sampled_from(sorted(_FAULTS)))
     rank = draw(st.sampled_from([r for r, actions in enumerate(program.ranks) if actions]))
     place = draw(st.integers(0, len(program.ranks[rank]) - 1))
@@ -122,7 +124,11 @@ def _wrong_stage(orders: Orders, rank: int, place: int) -> None:
 def _backward_before_its_forward(orders: Orders, rank: int, place: int) -> None:
     actions = orders[rank]
     pair = actions[place].segment, actions[place].microbatch
-    of_pair = [index for index, action in enumerate(actions) if (action.segment, action.microbatch) == pair]
+    of_pair = [
+        index
+        for index, action in enumerate(actions)
+        if action.kind in COMPUTE and (action.segment, action.microbatch) == pair
+    ]
     first, second = of_pair[:2]
     actions[first], actions[second] = actions[second], actions[first]
 
