@@ -19,7 +19,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Run the watch of rank 0 of two for some seconds; it raises Ended where it ends the process."""
+    """Run the watch of one of two ranks for some seconds; it raises Ended where it ends the process."""
     monkeypatch.setattr(watch_together, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(watch_together, "SILENT_SECONDS", 0.2)
     monkeypatch.setattr(watch_together, "WORD_SECONDS", 0.0)
@@ -30,7 +30,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     class TimeIsUp(Exception):
         pass
 
-    def run(seconds: float, store: dist.Store, between: Callable[[], None]) -> None:
+    def run(seconds: float, store: dist.Store, between: Callable[[], None], rank: int = 0) -> None:
         deadline = time.monotonic() + seconds
         sleep = time.sleep
 
@@ -47,7 +47,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         here.wait_in("all_reduce", "dp")
         monkeypatch.setattr(watch_together, "HERE", here)
         try:
-            TogetherWatch(store, 0, 2, timeout_seconds=TIMEOUT).run()
+            TogetherWatch(store, rank, 2, timeout_seconds=TIMEOUT).run()
         except TimeIsUp:
             pass
         finally:
@@ -56,8 +56,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return run
 
 
-def tell(store: dist.Store, count: int, still_seconds: float) -> None:
-    watch = TogetherWatch(store, 1, 2, timeout_seconds=TIMEOUT)
+def tell(store: dist.Store, count: int, still_seconds: float, rank: int = 1) -> None:
+    watch = TogetherWatch(store, rank, 2, timeout_seconds=TIMEOUT)
     watch._tell(Told(count, still_seconds, False, "in step 7, 2F0"))
 
 
@@ -96,6 +96,38 @@ def test_a_rank_that_is_stuck(ends: Callable[..., None], capfd: pytest.CaptureFi
     with pytest.raises(Ended):
         ends(5, store, stay)
     assert "rank 1 is in a long action, or stuck; the others wait" in capfd.readouterr().err
+
+
+def test_the_lowest_rank_looks_and_the_others_end_when_it_says_so(
+    ends: Callable[..., None], capfd: pytest.CaptureFixture[str]
+):
+    store, count = dist.HashStore(), 0
+
+    def stay() -> None:
+        nonlocal count
+        count += 1
+        tell(store, count, 100.0, rank=0)
+
+    ends(
+        3 * TIMEOUT, store, stay, rank=1
+    )  # of two ranks both stand still, but rank 0 has not said that it is over
+    store.set("over", "")
+    with pytest.raises(Ended):
+        ends(5, store, stay, rank=1)
+    assert capfd.readouterr().err == "", "rank 0 says it"
+
+
+def test_a_rank_that_hears_nothing_of_the_store(ends: Callable[..., None], capfd: pytest.CaptureFixture[str]):
+    class Cut(dist.HashStore):
+        def check(self, *_: object) -> bool:
+            time.sleep(60)
+            return False
+
+    with pytest.raises(Ended):
+        ends(5, Cut(), lambda: None, rank=1)
+    said = capfd.readouterr().err
+    assert "rank 0 is not heard of any more: frozen, or its machine or link is gone" in said
+    assert "rank 1 in step 7, waiting for all_reduce on axis dp" in said
 
 
 def test_of_many_ranks_those_that_matter_are_shown():

@@ -25,8 +25,9 @@ LOOK_SECONDS = 0.5
 TELLING_PER_SECOND = 2000
 # A rank of which nothing new was heard for so long does not answer.
 SILENT_SECONDS = 10.0
-# How long the ranks that are left get to end by themselves, so that what is printed comes whole.
+# How long the others get to hear that the run is over, before who says so ends: it may serve the store.
 WORD_SECONDS = 1.0
+_OVER = "over"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def told_of(store: "Store", rank: int) -> Told | None:
 
 
 class TogetherWatch(threading.Thread):
-    """Ends this process once no rank has moved for the timeout; the lowest one that can says where all are.
+    """Ends this process once no rank has moved for the timeout; the lowest one that can looks, and says it.
 
     See `fourfold.launch.watch.Watch` for what moving is.
 
@@ -84,42 +85,54 @@ class TogetherWatch(threading.Thread):
             if place.moves != moves or not place.is_watched:
                 moves, still = place.moves, 0.0
             count += 1
-            mine = Told(count, still, place.is_waiting, str(place))
-            told = self._talk(mine)
+            lines = self._talk(Told(count, still, place.is_waiting, str(place)))
             answered = time.monotonic()
             still += min(answered - looked, SILENT_SECONDS)
             looked = answered
-            if still < self._timeout_seconds:
-                continue
-            if told is None:
-                self._end([mine if rank == self._rank else None for rank in range(self._world_size)])
-            elif self._is_over(told):
-                self._end(told)
+            if lines is not None:
+                self._end(lines)
 
-    def _talk(self, mine: Told) -> Sequence[Told | None] | None:
-        """Tell where this rank is, and return what each told once it is time to know.
+    def _talk(self, mine: Told) -> Sequence[str] | None:
+        """Tell where this rank is; return what to end with once the run is over, None where it is not.
 
-        None where nothing is heard of the store: the machine that serves it is gone, or the link to that.
+        The lowest rank that can looks for all. Where nothing is heard of the store, the machine that serves
+        it is gone, or the link to that.
         """
+        is_still = mine.still_seconds >= self._timeout_seconds
 
-        def talk() -> Sequence[Told | None]:
+        def talk() -> Sequence[str] | None:
             self._tell(mine)
             if self._rank and (first := told_of(self.store, 0)) is not None:
                 self.first = first.place
             # Half of the timeout is enough to hear whether a rank tells nothing more.
-            enough = min(self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS)
-            return self._all_told() if mine.still_seconds >= enough else [mine]
+            if mine.still_seconds < min(
+                self._timeout_seconds / 2, self._timeout_seconds - 2 * SILENT_SECONDS
+            ):
+                return None
+            told = self._all_told()
+            if told is None:
+                return [] if is_still and self.store.check([_OVER]) else None
+            if not is_still or not self._is_over(told):
+                return None
+            self.store.set(_OVER, "")
+            return report(told, self._timeout_seconds)
 
         try:
             return within(SILENT_SECONDS, talk)
         except (RuntimeError, TimeoutError):
-            return None
+            if not is_still:
+                return None
+            alone = [mine if rank == self._rank else None for rank in range(self._world_size)]
+            return report(alone, self._timeout_seconds)
 
     def _tell(self, told: Told) -> None:
         self.store.set(f"place/{self._rank}", json.dumps(vars(told)))
 
-    def _all_told(self) -> list[Told | None]:
-        """Return what each rank told, None of one of which nothing new was heard for some time."""
+    def _all_told(self) -> list[Told | None] | None:
+        """Return what each rank told, None of one of which nothing new was heard for some time.
+
+        None in all where a lower rank is heard of: that one looks.
+        """
         now = time.monotonic()
         found: list[Told | None] = []
         for rank in range(self._world_size):
@@ -127,7 +140,10 @@ class TogetherWatch(threading.Thread):
             count = -1 if told is None else told.count
             if rank not in self._heard or self._heard[rank][0] != count:
                 self._heard[rank] = count, now
-            found.append(told if now - self._heard[rank][1] < SILENT_SECONDS else None)
+            is_heard = now - self._heard[rank][1] < SILENT_SECONDS
+            if is_heard and rank < self._rank:
+                return None
+            found.append(told if is_heard else None)
         return found
 
     def _is_over(self, told: Sequence[Told | None]) -> bool:
@@ -136,11 +152,11 @@ class TogetherWatch(threading.Thread):
             one is None or one.still_seconds >= self._timeout_seconds - self.look_seconds for one in told
         )
 
-    def _end(self, told: Sequence[Told | None]) -> None:
-        """Say where the ranks are, on the lowest one that can, and end the process."""
-        if next((rank for rank, one in enumerate(told) if one is not None), self._rank) == self._rank:
-            print(*report(told, self._timeout_seconds), sep="\n", file=sys.stderr, flush=True)
-        time.sleep(WORD_SECONDS)
+    def _end(self, lines: Sequence[str]) -> None:
+        """Say where the ranks are, unless another rank does, and end the process."""
+        if lines:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            time.sleep(max(WORD_SECONDS, 2 * self.look_seconds))  # the others hear of it
         os._exit(1)
 
 
