@@ -51,9 +51,17 @@ def test_a_budget_of_tokens_is_answered() -> None:
 
 def test_mistakes_are_reported_together() -> None:
     words = ["plan", "--model", "lama3-8b", "--gpus", "8xH101-80GB", "--sequence", "0", "--batch", "8"]
+    words += ["--tokens", "nan", "--days", "-1", "--top", "0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
-    for part in ("--sequence 0", "Did you mean 'llama3-8b'", "Did you mean 'H100-80GB'"):
+    for part in (
+        "--sequence 0 is too small: use more than 0",
+        "Did you mean 'llama3-8b'",
+        "Did you mean 'H100-80GB'",
+        "--tokens nan is not finite: use more than 0",
+        "--days -1 is too small",
+        "--top 0 is too small",
+    ):
         assert part in result.output
 
 

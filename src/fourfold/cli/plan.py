@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,13 +47,20 @@ def plan(
     """Find the fastest layouts of a model on a cluster, by prediction. Nothing runs."""
     from fourfold.planner.search import Search
 
-    asked = question(
-        model, gpus, sequence, batch, nodes_of=nodes_of, network=network, calibration=calibration, dtype=dtype
-    )
-    if top < 1:
-        raise UserError(f"--top {top} is too small: use 1 or more")
+    problems = _out_of_range({"top": top, "tokens": tokens, "days": days})
     if days is not None and tokens is None:
-        raise UserError("--days needs --tokens: how many tokens are to be done by then, e.g. --tokens 1e12")
+        problems.append("--days needs --tokens: how many tokens are to be done by then, e.g. --tokens 1e12")
+    asked = question(
+        model,
+        gpus,
+        sequence,
+        batch,
+        nodes_of=nodes_of,
+        network=network,
+        calibration=calibration,
+        dtype=dtype,
+        others=problems,
+    )
     found = Search(asked).run()
     answers = _answers(found, asked, tokens=tokens, days=days, what_if=what_if, limits=limits)
     if as_json:
@@ -77,19 +86,16 @@ def question(
     network: float | None,
     calibration: Path | None,
     dtype: str,
+    others: Sequence[str] = (),
 ) -> "Question":
-    """What is asked, from the options. Raises `UserError` with every problem at once."""
+    """What is asked, from the options. Raises `UserError` with every problem at once, and the ``others``."""
     from fourfold.outline import ITEMSIZES
     from fourfold.planner.catalogue import machine
     from fourfold.planner.plans import Question
     from fourfold.specs import ModelSpec
 
     numbers = {"sequence": sequence, "batch": batch, "nodes-of": nodes_of, "network": network}
-    problems = [
-        f"--{name} {value} is too small"
-        for name, value in numbers.items()
-        if value is not None and value <= 0
-    ]
+    problems = [*_out_of_range(numbers), *others]
     if dtype not in ITEMSIZES:
         problems.append(f"--dtype {dtype} does not exist: use {choices(ITEMSIZES)}")
     spec = devices = None
@@ -114,6 +120,16 @@ def question(
     if calibration is not None:
         devices = devices.calibrated(calibration)
     return Question(spec, devices, int(match[1]), sequence, batch, dtype)
+
+
+def _out_of_range(numbers: Mapping[str, float | None]) -> list[str]:
+    """A message for each option that is given and is no number above 0."""
+    found = []
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < inf:
+            what = "is too small" if value <= 0 else "is not finite"
+            found.append(f"--{name} {value:g} {what}: use more than 0")
+    return found
 
 
 def text(found: "Found", asked: "Question", model: str, top: int) -> str:
