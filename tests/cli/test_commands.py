@@ -104,6 +104,7 @@ def test_python_m_fourfold():
             [*TRAIN, "data.sequence_length=129"],
             ["data.sequence_length=129 is more than model.max_position_embeddings=128: use"],
         ),
+        ([*TRAIN, "training.recompute=budget:1e-6"], ["recompute='budget:1e-06' is too little: the act"]),
         ([*TRAIN, "training.batch=2000000001"], ["dp=2 does not divide batch=2000000001 (Batch axis): use"]),
         (
             ["train", "run.toml", "--layout", "dp1000", "--set", "training.batch=1000"],

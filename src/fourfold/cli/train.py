@@ -50,7 +50,7 @@ def train(
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
-    from fourfold.layer.schedules import schedule_of
+    from fourfold.outline import Step, outline
     from fourfold.reporting import check_loggers
     from fourfold.specs import RunSpec
 
@@ -61,7 +61,7 @@ def train(
     run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
     model = run.model.spec(tokenizer.vocab_size)
     model.to_config()  # the checkpoint needs it in the end
-    schedule_of(run.layout, microbatches=run.training.microbatches, layers=model.num_hidden_layers)
+    outline(Step.of_run(run, model))  # the schedule fits, and so does a memory budget
     check_loggers(run)
     if run.model.init is not None:
         check_hugging_face(Path(run.model.init), model, tell=lambda line: typer.echo(line, err=True))
