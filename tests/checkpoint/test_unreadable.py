@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fourfold.checkpoint import load_checkpoint, load_newest_
+from fourfold.checkpoint.files import MOST_OPEN, OpenFiles
 from fourfold.checkpoint.manifest import MANIFEST
 from fourfold.errors import Unreadable
 from tests.checkpoint.test_damage import EXPECTED_RUN, saved
@@ -67,3 +69,18 @@ def test_a_file_that_is_not_given_to_us(name: str, tmp_path: Path, monkeypatch: 
         load_newest_(trainer.parallel, trainer.update, tmp_path, run=EXPECTED_RUN)
     with pytest.raises(Unreadable, match=f"cannot read {path}: Too many open files"):
         load_checkpoint(path.parent)
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path: Path):
+    """What a thousand ranks wrote is read by one, also back and forth."""
+    paths = [tmp_path / str(number) for number in range(MOST_OPEN + 2)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]))
+    files, before = OpenFiles(), len(os.listdir("/proc/self/fd"))
+    found = np.zeros(1, np.uint8)
+    for number in (*range(len(paths)), 0, 1, len(paths) - 1):
+        files.read_into(str(paths[number]), found, 0)
+        assert found[0] == number
+    assert len(os.listdir("/proc/self/fd")) == before + MOST_OPEN
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -26,6 +26,8 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 2**24
 """So much is checked and written at a time."""
+MOST_OPEN = 128
+"""Of so many files at a time a reader holds a handle: systems give a process 256 and more."""
 MOST_CHUNKS = 512
 """The most that are written with one call: systems take 1024 and more."""
 
@@ -178,7 +180,10 @@ def piece_bytes(piece: Piece, itemsize: int) -> int:
 
 
 class OpenFiles:
-    """Files that are opened at their first use and stay open for reading, until `close`."""
+    """Files that are opened at their first use and stay open for reading, until `close` or many later ones.
+
+    What a thousand ranks wrote is more files than a process may have open.
+    """
 
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
@@ -195,6 +200,8 @@ class OpenFiles:
         Raises OSError where it cannot be read, EOFError where it ends before.
         """
         if path not in self._descriptors:
+            if len(self._descriptors) == MOST_OPEN:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))  # the one opened first
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         view = target.data
         while view:
