@@ -251,7 +251,7 @@ def test_what_keeps_a_save_from_its_end_is_told(broken: str, tmp_path: Path, mon
         )
 
     if broken == "weights":
-        parallel.units[1].master[5] = torch.nan
+        dict(parallel.named_masters())["model.layers.1.self_attn.q_proj.weight"].view(-1)[5] = torch.nan
     elif broken == "memory":
         saver._snapshot._copies.clear()
         monkeypatch.setattr(torch, "empty_like", fail)
