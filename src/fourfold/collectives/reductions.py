@@ -34,7 +34,7 @@ def all_reduce_(
     return perform(
         "all_reduce",
         axis,
-        lambda: in_place(tensor, lambda buffer: backend.all_reduce(buffer, axis, op)),
+        lambda: in_place(tensor, lambda buffer: backend.all_reduce(buffer, axis, op, blocking=blocking)),
         message=tensor,
         result=tensor,
         blocking=blocking,
