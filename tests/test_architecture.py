@@ -101,6 +101,7 @@ FLOORS: dict[str, int] = {
     "sampling": 5,
     "checkpoint": 5,
     "gauges": 5,
+    "loggers": 5,
     "reporting": 5,
     "pictures": 5,
     "run_folder": 5,

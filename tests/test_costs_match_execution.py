@@ -1,6 +1,7 @@
 """What floor 0 predicts is what the running code does: events and bytes, exactly."""
 
 from collections import Counter
+from itertools import cycle
 
 import pytest
 from torch import Tensor
@@ -139,11 +140,14 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize(("layout", "microbatches"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "microbatches", "dtype"),
+    [(*case, dtype) for case, dtype in zip(LAYOUTS, cycle(("bfloat16", "float64")), strict=False)],
+)
 def test_the_events_of_a_step_are_those_predicted(
     ranks: RankPool, layout: str, microbatches: int, dtype: str
 ) -> None:
+    """Every layout once, the dtypes in turn."""
     world_size = Layout.parse(layout).world_size
     for pieces in ("auto", "flat") if "fsdp" in layout else ("auto",):
         sharding = ShardingSection(pieces=pieces)
@@ -276,16 +280,20 @@ def held_in_a_step(
     return rest, max(seen), predicted
 
 
-@pytest.mark.parametrize(("prefetch", "dtype"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("prefetch", "dtype", "pieces", "microbatches"),
+    [(0, "bfloat16", "auto", 2), (1, "float32", "auto", 1), (2, "bfloat16", "flat", 2)],
+)
 @pytest.mark.parametrize(
     "layout",
     ["dp2", "fsdp2", "fsdp3", "fsdp2:zero1", "fsdp2:zero2", "dp2,fsdp2", "pp2,fsdp2", "pp2:bfs2,fsdp2"],
 )
-def test_bytes_held_are_those_predicted(ranks: RankPool, layout: str, prefetch: int, dtype: str) -> None:
-    for pieces, microbatches in (("auto", 1), ("flat", 2)):
-        sharding = ShardingSection(pieces=pieces, prefetch=prefetch)
-        for rest, peak, predicted in ranks(
-            Layout.parse(layout).world_size, held_in_a_step, layout, microbatches, dtype, sharding
-        ):
-            assert rest == predicted.rest
-            assert peak == pytest.approx(predicted.peak, rel=0.05)
+def test_bytes_held_are_those_predicted(
+    ranks: RankPool, layout: str, prefetch: int, dtype: str, pieces: str, microbatches: int
+) -> None:
+    sharding = ShardingSection(pieces=pieces, prefetch=prefetch)
+    for rest, peak, predicted in ranks(
+        Layout.parse(layout).world_size, held_in_a_step, layout, microbatches, dtype, sharding
+    ):
+        assert rest == predicted.rest
+        assert peak == pytest.approx(predicted.peak, rel=0.05)

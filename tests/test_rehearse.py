@@ -84,8 +84,8 @@ def test_a_rehearsal_is_what_happens(ranks: RankPool, layout: str, options: dict
         # from, every rank.
         late = max((2 * len(found) * event.bytes for event in real.events), default=0)
         assert 0 <= sum(real.held.rest.values()) - sum(rehearsed.held.rest.values()) <= late
-        others = [category for category in Category if category is not Category.COMMUNICATION]
-        assert [real.held.rest[it] for it in others] == [rehearsed.held.rest[it] for it in others]
+        for category in (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.GATHERED):
+            assert real.held.rest[category] == rehearsed.held.rest[category]
         # The loss of a CPU goes through smaller chunks of logits than that of a device.
         peak, close = rehearsed.held.peak, 1e-3 if len(found) == 1 else 0.05
         assert peak * (1 - close) <= real.held.peak <= peak * (1 + close) + late

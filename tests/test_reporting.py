@@ -11,8 +11,9 @@ from rich.console import Console
 
 from fourfold.doctor import Peak
 from fourfold.errors import RunStopped, UserError
+from fourfold.loggers import check_loggers
 from fourfold.measured import TimeSpent
-from fourfold.reporting import Reporter, _numbers, check_loggers, clock_time, json_text
+from fourfold.reporting import Reporter, _numbers, clock_time, json_text
 from fourfold.specs import RunSpec
 from fourfold.step_flops import StepFlops
 from fourfold.training import EvaluationReport, StepReport

@@ -2,7 +2,7 @@
 
 import math
 
-from fourfold.specs.run import OptimizerSection
+from fourfold.specs.sections import OptimizerSection
 
 
 def learning_rate(step: int, *, spec: OptimizerSection, total_steps: int) -> float:

@@ -1,24 +1,22 @@
-"""What rank 0 tells of a run while it goes: the live line, metrics.jsonl, and optional loggers."""
+"""What rank 0 tells of a run while it goes: the live line and metrics.jsonl."""
 
-import importlib.util
 import json
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from fourfold.doctor import Peak
-from fourfold.errors import RunStopped, UserError
+from fourfold.loggers import started_loggers
 from fourfold.run_folder import METRICS, writing
 from fourfold.specs import RunSpec
 from fourfold.step_flops import StepFlops
@@ -32,28 +30,6 @@ LONG_SECONDS = 2.0
 """What takes less is not worth a line on how far it is."""
 PLAIN_WAIT_SECONDS = 10.0
 """The same without a terminal, and how often there is such a line."""
-
-
-class Logger(Protocol):
-    """Where metrics go besides the run folder."""
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take the metrics of a step."""
-
-    def close(self) -> None:
-        """Take no more."""
-
-
-def check_loggers(run: RunSpec) -> None:
-    """Raise UserError for each logger that the run asks for and that is not installed."""
-    wanted = {"tensorboard": run.logging.tensorboard, "wandb": bool(run.logging.wandb)}
-    problems = [
-        f"logging.{name} needs the package {name}, which is not installed: pip install 'fourfold[{name}]'"
-        for name, on in wanted.items()
-        if on and importlib.util.find_spec(name) is None
-    ]
-    if problems:
-        raise UserError(*problems)
 
 
 class Reporter:
@@ -94,7 +70,7 @@ class Reporter:
             self._file = self._path.open("ab", buffering=0)
         self._recent: deque[tuple[float, int, int | None]] = deque(maxlen=RECENT_STEPS)
         self._line = LiveLine(self.console)
-        self._loggers = _loggers(folder, run)
+        self._loggers = started_loggers(folder, run)
 
     def __enter__(self) -> "Reporter":
         if self.console.is_terminal:
@@ -326,59 +302,3 @@ def clock_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class _TensorBoard:
-    """TensorBoard event files in the run folder."""
-
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WeightsAndBiases:
-    """A run of a Weights & Biases project."""
-
-    def __init__(self, folder: Path, run: RunSpec):
-        import wandb
-
-        with _asked_for("logging.wandb"):
-            self._run = wandb.init(
-                project=run.logging.wandb,
-                name=folder.name,
-                dir=str(folder),
-                config=run.model_dump(mode="json"),
-            )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-@contextmanager
-def _asked_for(setting: str) -> Iterator[None]:
-    """Turn whatever a foreign service says at its start into a message that names the setting."""
-    try:
-        yield
-    except Exception as error:
-        raise RunStopped(f"{setting} could not be started: {error}") from error
-
-
-def _loggers(folder: Path, run: RunSpec) -> list[Logger]:
-    """Return the loggers that the run asks for, started."""
-    makers: list[tuple[bool, Callable[[], Logger]]] = [
-        (run.logging.tensorboard, lambda: _TensorBoard(folder)),
-        (bool(run.logging.wandb), lambda: _WeightsAndBiases(folder, run)),
-    ]
-    return [make() for wanted, make in makers if wanted]

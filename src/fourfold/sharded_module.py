@@ -320,12 +320,32 @@ def shard(
 
     Raises UserError with all that is wrong with the arguments.
     """
+    if problems := _problems(module, mesh, pieces, is_cut=tensor_parallel is not None):
+        raise UserError(*problems)
+    originals = list(module.parameters())
+    parts = Parts(mesh.tp, {} if tensor_parallel is None else tensor_parallel.cuts)
+    groups = unit_groups(
+        module,
+        blocks,
+        mesh=mesh,
+        pieces=pieces,
+        dtype=dtype,
+        float32=float32,
+        initialize=None if initialize is None else partial(_initialize_runs, initialize, parts),
+        copies={name: Copies(cut.copies, cut.adds_up) for name, cut in parts.cuts.items() if cut.copies > 1},
+    )
+    refuse_steps_(originals, f"the optimizer was built before the module was sharded: {BUILD}")
+    return ShardedModule(module, groups, mesh, parts)
+
+
+def _problems(module: nn.Module, mesh: Mesh, pieces: str, *, is_cut: bool) -> list[str]:
+    """What is wrong with the arguments of `shard`; ``is_cut``: whether tensor_parallel_ cut the module."""
     problems = []
     if mesh.pp.size > 1:
         problems.append(
             f"pp={mesh.pp.size} ({AXIS_WORDS['pp']} axis): a module of any kind has no stages; use pp=1"
         )
-    if (mesh.tp.size > 1) != (tensor_parallel is not None):
+    if (mesh.tp.size > 1) != is_cut:
         problems.append(
             f"tp={mesh.tp.size} ({AXIS_WORDS['tp']} axis): give what tensor_parallel_ made of the module as "
             "tensor_parallel where tp is larger than 1, and only there"
@@ -342,21 +362,7 @@ def shard(
         problems.append("the module is sharded already")
     if not originals:
         problems.append("the module has no parameters: there is nothing to shard")
-    if problems:
-        raise UserError(*problems)
-    parts = Parts(mesh.tp, {} if tensor_parallel is None else tensor_parallel.cuts)
-    groups = unit_groups(
-        module,
-        blocks,
-        mesh=mesh,
-        pieces=pieces,
-        dtype=dtype,
-        float32=float32,
-        initialize=None if initialize is None else partial(_initialize_runs, initialize, parts),
-        copies={name: Copies(cut.copies, cut.adds_up) for name, cut in parts.cuts.items() if cut.copies > 1},
-    )
-    refuse_steps_(originals, f"the optimizer was built before the module was sharded: {BUILD}")
-    return ShardedModule(module, groups, mesh, parts)
+    return problems
 
 
 def _initialize_runs(initialize: Initialize, parts: Parts, name: str, first: int, target: Tensor) -> None:

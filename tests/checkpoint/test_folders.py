@@ -18,7 +18,7 @@ from fourfold.checkpoint.folders import (
     superfluous,
 )
 from fourfold.errors import RunStopped, UserError
-from fourfold.specs.run import CheckpointSection
+from fourfold.specs.sections import CheckpointSection
 
 
 def save_(step: int, checkpoints: Path, *, keep: int = 1, keep_every: int = 0) -> None:

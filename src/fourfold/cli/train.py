@@ -50,8 +50,8 @@ def train(
     from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
+    from fourfold.loggers import check_loggers
     from fourfold.outline import Step, outline
-    from fourfold.reporting import check_loggers
     from fourfold.specs import RunSpec
 
     # Everything that can be wrong is looked at here, before any rank starts.

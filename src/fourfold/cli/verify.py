@@ -285,8 +285,8 @@ def _model(name: str, overrides: Sequence[str]) -> "ModelSpec":
     from fourfold.errors import UserError
     from fourfold.specs import ModelSpec
     from fourfold.specs.model import is_path
-    from fourfold.specs.run import ModelSection
     from fourfold.specs.run_file import override_
+    from fourfold.specs.sections import ModelSection
 
     values: dict[str, dict[str, object]] = {"model": {}}
     for text in overrides:

@@ -43,9 +43,12 @@ SMALL_ALL_REDUCE_BYTES = 64 * 1024
 SMALL_ALL_GATHER_BYTES = 512 * 1024
 # On 2 ranks its all_to_all is the faster exchange up to this size of what both send together: of 64, 256 and
 # 512 KiB each way in 0.4, 0.9 and 1.1 ms, sends and receives in 1.3, 2.6 and 2.9. Beyond, both take as long.
-# An all_reduce by one exchange and a sum, of 128, 512 and 1024 KiB: in 0.24, 0.38 and 0.90 ms, gloo's own in
-# 0.36, 0.53 and 0.98; of 2 MiB in 1.96 and 1.67. (These on a faster machine.)
 SMALL_EXCHANGE_BYTES = 2 * 1024 * 1024
+# Up to this size an all_reduce that a rank waits for has fewer stages than gloo's own, for a buffer or two.
+# Of 128, 512 and 1024 KiB on 2 ranks in 0.24, 0.38 and 0.90 ms, gloo's in 0.36, 0.53 and 0.98; of 256 and
+# 1024 KiB on 4 ranks in 3.6 and 3.9, gloo's in 5.3 and 6.9; of 2 MiB gloo's is the faster on both. (On other,
+# faster cores than those of the table.)
+BLOCKING_ALL_REDUCE_BYTES = 1024 * 1024
 # Above this size of a tensor gloo's own reduce wins, since it spreads the sums over the ranks.
 LARGE_REDUCE_BYTES = 4 * 1024 * 1024
 
@@ -77,9 +80,11 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str, *, blocking: bool) -> Started:
     """Combine ``tensor`` of all ranks, in place; where the rank waits for it, time is worth a buffer."""
-    small = 2 * tensor.nbytes <= SMALL_EXCHANGE_BYTES
-    if blocking and small and axis.size == 2 and not _has_nccl(tensor, axis):
-        return _all_reduce_of_two(tensor, axis, op)
+    if blocking and tensor.nbytes <= BLOCKING_ALL_REDUCE_BYTES and not _has_nccl(tensor, axis):
+        if axis.size == 2:
+            return _all_reduce_of_two(tensor, axis, op)
+        if tensor.nbytes > SMALL_ALL_REDUCE_BYTES:
+            return _all_reduce_by_parts(tensor, axis, op)
     if _has_nccl(tensor, axis) or axis.size == 2 or tensor.nbytes > SMALL_ALL_REDUCE_BYTES:
         return _call(axis, dist.all_reduce, tensor, _REDUCE_OPS[op], async_op=True), lambda: tensor
     copies = tensor.view(1, -1).repeat(axis.size, 1)
@@ -102,6 +107,28 @@ def _all_reduce_of_two(tensor: Tensor, axis: Axis, op: str) -> Started:
 
     def finish() -> Tensor:
         _combine_((received, tensor) if axis.rank else (tensor, received), op, out=tensor)
+        return tensor
+
+    return works, finish
+
+
+def _all_reduce_by_parts(tensor: Tensor, axis: Axis, op: str) -> Started:
+    """Each rank combines its part, and all get the parts: gloo's own bytes, in 2 stages in place of 2(N-1).
+
+    The second stage is in ``finish``: only for a rank that waits at once.
+    """
+    flat = tensor.view(-1)
+    sizes = [part.numel() for part in flat.tensor_split(axis.size)]
+    mine = [sizes[axis.rank]] * axis.size
+    received = flat.new_empty((axis.size, sizes[axis.rank]))
+    works = _call(axis, dist.all_to_all_single, received.view(-1), flat, mine, sizes, async_op=True)
+
+    def finish() -> Tensor:
+        part = received[0]
+        _combine_(received.unbind(), op, out=part)
+        copies = part.repeat(axis.size)
+        for work in _call(axis, dist.all_to_all_single, flat, copies, sizes, mine, async_op=True):
+            work.wait()
         return tensor
 
     return works, finish

@@ -12,18 +12,18 @@ from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.presets import PRESETS
 from fourfold.specs.rope import RopeScaling
-from fourfold.specs.run import (
+from fourfold.specs.run import RunSpec
+from fourfold.specs.schedule_name import SCHEDULE_RULES, ScheduleName
+from fourfold.specs.sections import (
     DataSection,
     EvaluationSection,
     LoggingSection,
     ModelSection,
     OptimizerSection,
-    RunSpec,
     SampleSection,
     ShardingSection,
     TrainingSection,
 )
-from fourfold.specs.schedule_name import SCHEDULE_RULES, ScheduleName
 
 __all__ = [
     "AXES",
