@@ -46,7 +46,7 @@ SMALL_ALL_GATHER_BYTES = 512 * 1024
 SMALL_EXCHANGE_BYTES = 2 * 1024 * 1024
 # Up to this size an all_reduce that a rank waits for has fewer stages than gloo's own, for a buffer or two.
 # Of 128, 512 and 1024 KiB on 2 ranks in 0.24, 0.38 and 0.90 ms, gloo's in 0.36, 0.53 and 0.98; of 256 and
-# 1024 KiB on 4 ranks in 3.6 and 3.9, gloo's in 5.3 and 6.9; of 2 MiB gloo's is the faster on both. (On other,
+# 1024 KiB on 4 ranks in 3.6 and 4.1, gloo's in 5.3 and 6.9; of 2 MiB gloo's is the faster on both. (On other,
 # faster cores than those of the table.)
 BLOCKING_ALL_REDUCE_BYTES = 1024 * 1024
 # Above this size of a tensor gloo's own reduce wins, since it spreads the sums over the ranks.
@@ -118,26 +118,24 @@ def _all_reduce_by_parts(tensor: Tensor, axis: Axis, op: str) -> Started:
     The second stage is in ``finish``: only for a rank that waits at once.
     """
     flat = tensor.view(-1)
-    sizes = [part.numel() for part in flat.tensor_split(axis.size)]
-    mine = [sizes[axis.rank]] * axis.size
-    received = flat.new_empty((axis.size, sizes[axis.rank]))
-    works = _call(axis, dist.all_to_all_single, received.view(-1), flat, mine, sizes, async_op=True)
+    counts = [part.numel() for part in flat.tensor_split(axis.size)]
+    part = flat.new_empty(counts[axis.rank])
+    works, combine = reduce_scatter(flat, axis, part, counts, op)
 
     def finish() -> Tensor:
-        part = received[0]
-        _combine_(received.unbind(), op, out=part)
-        copies = part.repeat(axis.size)
-        for work in _call(axis, dist.all_to_all_single, flat, copies, sizes, mine, async_op=True):
+        for work in all_gather(combine(), axis, flat, counts)[0]:
             work.wait()
         return tensor
 
     return works, finish
 
 
-def reduce_scatter(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | None) -> Started:
-    """Sum ``tensor`` over ranks and leave this rank's rows in ``out``; ``counts`` are rows by rank."""
+def reduce_scatter(
+    tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int] | None, op: str = "sum"
+) -> Started:
+    """Combine ``tensor`` of all ranks and leave this rank's rows in ``out``; ``counts`` are rows by rank."""
     if counts is None and _has_nccl(tensor, axis):
-        return _call(axis, _reduce_scatter_single, out, tensor, async_op=True), lambda: out
+        return _call(axis, _reduce_scatter_single, out, tensor, _REDUCE_OPS[op], async_op=True), lambda: out
     received = tensor.new_empty((axis.size, *out.shape))
     send = receive = None
     if counts is not None:
@@ -148,7 +146,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, out: Tensor, counts: Sequence[int
     )
 
     def finish() -> Tensor:
-        _combine_(received.unbind(), "sum", out=out)
+        _combine_(received.unbind(), op, out=out)
         return out
 
     return works, finish

@@ -12,8 +12,9 @@ from fourfold.program.program import Program
 
 
 class Transport:
-    """Sends and receives what the SEND and RECV actions of a program say, for this rank; see `arrived` for
-    when what was sent is let go.
+    """Sends and receives what the SEND and RECV actions of a program say, for this rank.
+
+    What was sent is kept until it has arrived: [Note: sent and gone].
 
     Every message has a number of its own, which gloo knows as its tag: whatever the order of arrival, it goes
     where it belongs. On NCCL, which knows none, an edge (sender, receiver, kind) has a communicator of its
