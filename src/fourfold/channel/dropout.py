@@ -6,9 +6,11 @@ compute something else than one process, and no error shows it. So modules of dr
 """
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from fourfold.errors import UserError
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""The modules that draw a mask."""
 
 
 def dropout_problems(model: nn.Module) -> list[str]:
@@ -19,7 +21,7 @@ def dropout_problems(model: nn.Module) -> list[str]:
 def refuse_dropout_(model: nn.Module) -> None:
     """Have every module of dropout raise `UserError` where it is called in training."""
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.register_forward_pre_hook(lambda module, _args, name=name: _refuse(module, name))
 
 
@@ -29,7 +31,7 @@ def _refuse(module: nn.Module, name: str) -> None:
 
 
 def _problem(module: nn.Module, name: str) -> list[str]:
-    if not (isinstance(module, _DropoutNd) and module.training and module.p > 0):
+    if not (isinstance(module, DROPOUTS) and module.training and module.p > 0):
         return []
     return [
         f"'{name}' drops out with p={module.p} in training (Channel axis): each rank of tp would draw "
