@@ -30,6 +30,14 @@ class RunPaused(RunStopped):
     """
 
 
+class OutputClosed(RunStopped):
+    """Nobody reads what is printed any more, as behind ``| head``.
+
+    The command line ends without a word and with exit status 141, as a shell reports of a tool that SIGPIPE
+    ended.
+    """
+
+
 class RankFailed(RunStopped):
     """A rank ended, or stood still, although the run could have gone on: it may do so when started again."""
 

@@ -1,6 +1,7 @@
 """Commands in this process: mistakes get one message and exit status 2, and no traceback."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -215,6 +216,16 @@ def test_a_job_of_another_size_than_the_layout(folder: Path, monkeypatch: pytest
     result = fourfold_("train", "run.toml")
     assert result.exit_code == 2
     assert result.stderr.startswith("rank 1: error: layout dp2 needs 2 ranks, and there are 3")
+
+
+def test_output_that_nobody_reads():
+    """``fourfold ... | head`` is no failure, and nothing is said of it."""
+    unread, output = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "fourfold", "schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
+    ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    os.close(output)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
+from fourfold.errors import OutputClosed, RankFailed, RunPaused, RunStopped, UserError
 from fourfold.launch.failure import Failure, collect, root_cause
 from fourfold.place import Here, encoded
 
@@ -64,6 +64,12 @@ def test_messages_keep_their_kind():
     assert str(hung) == "no byte was written"
 
 
+def test_output_that_nobody_reads_is_no_lost_rank():
+    failure = Failure.of(BrokenPipeError(errno.EPIPE, "Broken pipe"), rank=0)
+    assert isinstance(failure.exception(), OutputClosed)
+    assert failure.word() == "rank 0 failed: nobody reads the output any more"
+
+
 def test_a_full_disk_is_named():
     failure = Failure.of(OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), rank=0)
     assert str(failure.exception()) == "no space left on device while writing /runs/a/metrics.jsonl"
@@ -108,6 +114,6 @@ def test_a_rank_without_words_is_described_by_its_status_and_its_place(tmp_path:
 def test_what_may_be_started_again():
     again = [Failure(0, "", kind, ("x",), 0.0) for kind in ("signal", "exit", "lost", "bug", "memory")]
     assert all(isinstance(failure.exception(), RankFailed) for failure in again)
-    never = [Failure(0, "", kind, ("x",), 0.0) for kind in ("user", "stopped", "paused")]
+    never = [Failure(0, "", kind, ("x",), 0.0) for kind in ("user", "stopped", "paused", "closed")]
     assert not any(isinstance(failure.exception(), RankFailed) for failure in never)
     assert isinstance(never[2].exception(), RunPaused)

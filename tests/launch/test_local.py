@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.errors import RankFailed, RunStopped, UserError
+from fourfold.errors import OutputClosed, RankFailed, RunStopped, UserError
 from fourfold.launch import Rank, check_local_ranks, launch, run_on_local_ranks
 from fourfold.launch.local import cores
 from fourfold.place import HERE, encoded
@@ -215,6 +215,27 @@ def test_a_rank_that_is_out_of_memory_is_named(capfd: pytest.CaptureFixture[str]
     assert re.fullmatch(said, str(caught.value)), str(caught.value)
     assert time.monotonic() - started < SECONDS_TO_END
     assert capfd.readouterr() == ("", "")
+
+
+def say(rank: Rank) -> None:
+    if rank.is_first:
+        print("said", flush=True)
+    else:
+        time.sleep(600)
+
+
+def test_ranks_end_where_nobody_reads_what_they_say():
+    unread, output = os.pipe()
+    os.close(unread)
+    before = os.dup(1)
+    os.dup2(output, 1)
+    try:
+        with pytest.raises(OutputClosed):
+            run_on_local_ranks(2, say)
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(output)
 
 
 def test_a_bug_shows_the_traceback_of_its_rank():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from typing import Any
 
@@ -23,15 +24,18 @@ from fourfold.cli import (
     train,
     verify,
 )
-from fourfold.errors import RunPaused, RunStopped, UserError
+from fourfold.errors import OutputClosed, RunPaused, RunStopped, UserError
+
+OUTPUT_CLOSED = 128 + signal.SIGPIPE
+"""The exit status of a command whose output nobody reads any more."""
 
 
 class Commands(TyperGroup):
     """The group of all commands: it turns what a command raises into a message and an exit status.
 
     2 for a mistake of the user, 1 for a run that could not go on, 75 for one that was asked to end and saved
-    (EX_TEMPFAIL: the same command with --resume goes on), 130 for Ctrl-C. Anything else is our mistake and
-    shows its traceback.
+    (EX_TEMPFAIL: the same command with --resume goes on), 130 for Ctrl-C, 141 where nobody reads the output
+    any more. Anything else is our mistake and shows its traceback.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -45,6 +49,9 @@ class Commands(TyperGroup):
             if not os.environ.get("RANK", "0").strip("0"):  # one of the ranks of a joined job
                 typer.echo(str(paused), err=True)
             raise typer.Exit(os.EX_TEMPFAIL) from None
+        except (OutputClosed, BrokenPipeError):
+            _discard_output()
+            raise typer.Exit(OUTPUT_CLOSED) from None
         except RunStopped as error:
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the live line ends where it stood
@@ -95,6 +102,13 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
         typer.echo(fourfold.__version__)
         raise typer.Exit()
+
+
+def _discard_output() -> None:
+    """Send what is still to be written nowhere: Python writes what it holds back when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)
 
 
 def _say(*messages: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
+from fourfold.errors import OutputClosed, RankFailed, RunPaused, RunStopped, UserError
 from fourfold.place import HERE, Place
 
 # How the backends say that another rank went away. Such an error follows from that rank's own failure.
@@ -36,15 +36,15 @@ _LOST_PEER = (
 class Failure:
     """Why one rank ended: its messages, where it was, and when.
 
-    ``user``: a mistake in what was asked. ``paused``: the run was asked to end, and saved. ``stopped``: the
-    run could not go on. ``hung``: it may go on when started again. ``memory``: there was not enough.
-    ``lost``: another rank went away. ``bug``: an unexpected exception, with its traceback. ``signal``: killed
-    from outside. ``exit``: it ended by itself.
+    ``user``: a mistake in what was asked. ``paused``: the run was asked to end, and saved. ``closed``: nobody
+    reads what it prints. ``stopped``: the run could not go on. ``hung``: it may go on when started again.
+    ``memory``: there was not enough. ``lost``: another rank went away. ``bug``: an unexpected exception, with
+    its traceback. ``signal``: killed from outside. ``exit``: it ended by itself.
     """
 
     rank: int
     where: str
-    kind: Literal["user", "paused", "stopped", "hung", "memory", "lost", "bug", "signal", "exit"]
+    kind: Literal["user", "paused", "closed", "stopped", "hung", "memory", "lost", "bug", "signal", "exit"]
     messages: tuple[str, ...]
     time: float
 
@@ -59,6 +59,8 @@ class Failure:
             if isinstance(error, RunPaused | RankFailed):
                 kind = "paused" if isinstance(error, RunPaused) else "hung"
             return Failure(rank, where, kind, (str(error),), now)
+        if isinstance(error, BrokenPipeError):  # no lost peer: what ranks send each other goes through C++
+            return Failure(rank, where, "closed", ("nobody reads the output any more",), now)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             place = f" while writing {error.filename}" if error.filename else ""
             return Failure(rank, where, "stopped", (f"no space left on device{place}",), now)
@@ -107,6 +109,8 @@ class Failure:
             return UserError(*self.messages)
         if self.kind == "paused":
             return RunPaused(message)
+        if self.kind == "closed":
+            return OutputClosed(message)
         if self.kind == "stopped":
             return RunStopped(message)
         if self.kind == "hung":
