@@ -12,9 +12,9 @@ from functools import lru_cache
 from math import prod
 
 from fourfold.explain import segment_costs
-from fourfold.flops import flops_of_a_pair, row_pairs
 from fourfold.memory import tokens_of_logits
 from fourfold.outline import Step, block_of, decoder_cuts
+from fourfold.planner.attention import attention_seconds, unfused_attention_seconds
 from fourfold.planner.machine import Machine
 from fourfold.planner.measured_blocks import measured_seconds
 from fourfold.program.actions import Kind
@@ -29,9 +29,6 @@ FUSED = 0.5
 
 BACKWARD_TRAFFIC = 1.8
 """Element-wise traffic of a backward by that of its forward."""
-
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of fused attention's backward by its forward's: five products in place of two."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +250,11 @@ class _Blocks:
         products = _products(self._step.spec, self._step.layout.tp)
         forward = {names: self._product(n, k) for names, (n, k) in products.items()}
         backward = [self._backward_product(n, k) for n, k in products.values()]
-        attention, attention_backward = self._attention()
+        attention, attention_backward = (
+            attention_seconds(self._step, self._machine, rate=self._practice.attention)
+            if self._practice.fused_attention
+            else unfused_attention_seconds(self._step, self._machine)
+        )
         elements = self._elements(self._layer_traffic())
         back = sum(of_input for of_input, _ in backward)
         weights = sum(of_weight for _, of_weight in backward)
@@ -273,31 +274,6 @@ class _Blocks:
                        events=events[2], hidden=attention_backward, times=2),
         ]  # fmt: skip
         return BlockTime(parts[0], parts[1], parts[2], Part(weights))
-
-    def _attention(self) -> tuple[float, float]:
-        step, rate = self._step, self._practice.attention
-        pairs = step.rows * row_pairs((step.sequence_length,), step.spec.sliding_window)
-        if not self._practice.fused_attention:
-            return self._unfused_attention()
-        flops = flops_of_a_pair(step.spec) * pairs / step.layout.size("cp", "tp") / rate
-        length = min(step.spec.sliding_window or step.sequence_length, step.sequence_length) // step.layout.cp
-        seconds = self._machine.attention_seconds
-        return (
-            seconds(flops, length, step.dtype),
-            seconds(ATTENTION_BACKWARD * flops, length, step.dtype, backward=True),
-        )
-
-    def _unfused_attention(self) -> tuple[float, float]:
-        """All scores of a square, written and read around a softmax in one kernel."""
-        step, machine, rows = self._step, self._machine, self._step.rows * self._sizes.heads
-        tokens, width = step.sequence_length // step.layout.cp, step.spec.head_dim
-        shapes = (tokens, step.sequence_length, width), (tokens, width, step.sequence_length)
-        products = sum(machine.product_seconds(*shape, step.dtype, count=rows) for shape in shapes)
-        scores = rows * tokens * step.sequence_length * step.itemsize
-        # Written, read and written by the softmax, read; backward twice the reads.
-        return products + machine.memory_seconds(4 * scores), 2 * products + machine.memory_seconds(
-            6 * scores
-        )
 
     def _layer_traffic(self) -> float:
         """Element-wise bytes forward: two norms and two sums, rotation, and the activation."""
