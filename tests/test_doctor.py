@@ -7,7 +7,8 @@ import fourfold
 from fourfold import doctor
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
-from fourfold.specs import Layout
+from fourfold.outline import Step
+from fourfold.specs import Layout, ModelSpec
 
 
 def test_facts():
@@ -31,6 +32,26 @@ def test_the_peak_of_a_device_without_a_datasheet_is_measured(monkeypatch: pytes
     assert doctor.peak_of(Mesh(Layout()), "float32") == doctor.Peak(
         5e9, "float32 matmul peak measured on this machine"
     )
+
+
+def test_what_cp_means_here_follows_from_the_devices(monkeypatch: pytest.MonkeyPatch):
+    """From those of the table what they do; of others, and of a CPU, which ranks share a node."""
+    step = Step(ModelSpec.named("llama3-8b"), Layout(cp=8), 1, 8192, dtype="bfloat16")
+
+    def option(device_type: str, local_world_size: int) -> str:
+        found = doctor.chosen_here(step, device_type, local_rank=0, local_world_size=local_world_size)
+        return found.layout.options["cp"]
+
+    found = {}
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "Other"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank, name=name: name)
+        found[name] = option("cuda", 8), option("cuda", 4)
+    assert found == {
+        "NVIDIA H100 80GB HBM3": ("ulysses8", "ulysses4"),
+        "NVIDIA GB200": ("ulysses8", "ulysses8"),
+        "Other": ("ulysses8", "ulysses4"),
+    }
+    assert (option("cpu", 8), option("cpu", 2)) == ("ulysses8", "ulysses2")
 
 
 def peak_of_two(layout: str) -> float:

@@ -15,11 +15,18 @@ import fourfold
 from fourfold.collectives import all_reduce_, barrier
 from fourfold.errors import UserError
 from fourfold.mesh import Mesh
+from fourfold.outline import Step
+from fourfold.planner.catalogue import machine
+from fourfold.planner.context import Choice, chosen
 from fourfold.specs import dense_peak_flops
+from fourfold.specs.hardware import accelerator
 
 # A product takes at least this long, so that starting it does not count.
 _PRODUCT_SECONDS = 2e-3
 _COPY_BYTES = 2**27
+
+MOST_ON_A_HOST = 16
+"""Devices. Where links join more, they go from host to host, and how many ranks a host has says little."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,23 @@ def device_type(world_size: int) -> str:
             "ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     return "cuda" if count else "cpu"
+
+
+def chosen_here(step: Step, device_type: str, *, local_rank: int, local_world_size: int) -> Choice:
+    """Write out what cp means for a step of a job that this rank is in; see `fourfold.planner.context`.
+
+    On GPUs of the table it follows from what they and their links do, else from which ranks share a node. All
+    ranks come to the same where all nodes are alike.
+    """
+    if device_type == "cuda":
+        name = torch.cuda.get_device_name(local_rank)
+        if accelerator(name) is not None:
+            found = machine(name)
+            near = found.levels[0].ranks
+            if local_world_size < near <= MOST_ON_A_HOST:
+                found = machine(name, nodes_of=local_world_size)
+            return chosen(step, machine=found)
+    return chosen(step, node=local_world_size)
 
 
 def measured_peak_flops(

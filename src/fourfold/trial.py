@@ -27,11 +27,14 @@ class Trial(Step):
     Attributes:
         steps: SGD steps to compare; the optimizer of the step is not used.
         seed: of weights and data.
+        trained: the step that is to be trained, where it is another one: what the layout leaves open follows
+            from that one.
     """
 
     dtype: str = "float64"
     steps: int = 3
     seed: int = 0
+    trained: Step | None = None
 
     @classmethod
     def of(

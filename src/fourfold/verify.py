@@ -60,6 +60,7 @@ class Verification:
         valid_tokens: labels that counted in the first step, rank by rank of the data axes.
         tokens_agree: whether the dataset's count of valid labels equals the labels in the batches.
         where: the first place at which a rank is off, empty where it passes.
+        why_cp: why the option of cp is this one, empty where it was given.
     """
 
     layout: str
@@ -73,6 +74,7 @@ class Verification:
     valid_tokens: tuple[int, ...]
     tokens_agree: bool
     where: str = ""
+    why_cp: str = ""
 
     @property
     def passes(self) -> bool:

@@ -377,6 +377,18 @@ def test_explain_and_verify_say_how_tp_keeps_the_stream():
     assert table(replace(report, sequence_length=64)).splitlines()[1] == cut
 
 
+def test_what_cp_means_is_said_with_its_reason():
+    why = "cp=4 is ulysses4: ring or ulysses2 would send no less"
+    arguments = ["--model", "tiny", "--layout", "cp4", "--sequence", "64", "--batch", "2"]
+    assert fourfold_("explain", *arguments).stdout.splitlines()[2] == why
+    slower = "cp=4 is ring: ulysses2 or ulysses4 would be slower on L40S"
+    arguments[1] = "llama3-8b"
+    arguments[5] = "8192"
+    assert fourfold_("simulate", *arguments, "--gpu", "L40S").stdout.splitlines()[2] == slower
+    found = json.loads(fourfold_("simulate", *arguments, "--gpu", "L40S", "--json").stdout)
+    assert found["layout"] == "cp4:ring"
+
+
 @pytest.fixture
 def gradient_off_by_a_millionth(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a parameter whose gradient is 1 + 1e-6 times what it should be."""

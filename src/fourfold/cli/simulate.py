@@ -1,6 +1,7 @@
 """``fourfold simulate``: when everything of a step would happen, on devices that are not there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,7 @@ def simulate(
 ) -> None:
     """Simulate a step: its time, what every pipeline rank waits for, a trace. Nothing runs."""
     from fourfold.outline import outline
+    from fourfold.planner.context import chosen
     from fourfold.planner.simulation_loads import Knobs, simulate_step
     from fourfold.specs import AXES
 
@@ -67,19 +69,20 @@ def simulate(
     problems += [f"--link {axis}: axes are {', '.join(AXES)}" for axis in links if axis not in AXES]
     problems += [f"--slow {rank}: write a pipeline rank" for rank in factors if not rank.isdecimal()]
     given = Given(sequence, batch, layout, microbatches, dtype, recompute)
-    step = step_asked_for(run_file, model, given, device="cuda", others=problems)
-    if broken := step.problems():
+    asked = step_asked_for(run_file, model, given, device="cuda", others=problems)
+    if broken := asked.problems():
         raise UserError(*broken)
     ranks = [int(rank) for rank in factors]
-    if ranks and max(ranks) >= step.layout.pp:
-        raise UserError(f"--slow {max(ranks)}: the layout has pipeline ranks 0 to {step.layout.pp - 1}")
-    machine = machine_of(gpu, calibration, step.dtype)
+    if ranks and max(ranks) >= asked.layout.pp:
+        raise UserError(f"--slow {max(ranks)}: the layout has pipeline ranks 0 to {asked.layout.pp - 1}")
+    machine = machine_of(gpu, calibration, asked.dtype)
+    step = replace(asked, layout=chosen(asked, machine=machine).layout)
     knobs = Knobs(dict(zip(ranks, factors.values(), strict=True)), links)
     found = simulate_step(outline(step), machine, knobs=knobs)
     typer.echo(
         json.dumps(_numbers(step, machine, found))
         if as_json
-        else text(step, machine, found, model or str(run_file))
+        else text(asked, machine, found, model or str(run_file))
     )
     _write(found, trace, measured, picture, model or str(run_file), quiet=as_json)
 
@@ -129,7 +132,7 @@ def text(step: "Step", machine: "Machine", found: "Simulation", name: str) -> st
     tokens = step.batch * step.sequence_length
     ranks = step.layout.world_size
     lines = [
-        f"{title(step, name)}\non {machine.name} ({machine.source})",
+        f"{title(step, name, machine=machine)}\non {machine.name} ({machine.source})",
         f"a step takes {found.seconds:.4g} s: {tokens / found.seconds:,.0f} tokens/s, "
         f"{tokens / found.seconds / ranks:,.0f} on each rank; MFU {mfu(step, machine, found):.1%} of the "
         f"peak of {machine.peak_flops[step.dtype] / 1e12:,.4g} TFLOP/s",
@@ -154,7 +157,7 @@ def mfu(step: "Step", machine: "Machine", found: "Simulation") -> float:
 
 def _numbers(step: "Step", machine: "Machine", found: "Simulation") -> dict[str, Any]:
     return {
-        "layout": str(step.layout.resolved(step.spec)),
+        "layout": str(step.layout),
         "machine": machine.name,
         "source": machine.source,
         "step_seconds": found.seconds,

@@ -80,13 +80,12 @@ class Telling:
         if self._reporter is not None:
             self._reporter.wait(what, done_bytes, total_bytes, seconds)
 
-    def begin(self, model_spec: ModelSpec, note: str, *, resume: bool) -> None:
-        """Say what is trained, and on what."""
+    def begin(self, model_spec: ModelSpec, notes: Sequence[str], *, resume: bool) -> None:
+        """Say what is trained, and on what; and the notes that are not empty."""
         run = self._run
         self._title = (
             f"{Path(run.folder).name}: {_count(model_spec.num_parameters)} parameters on "
-            f"{run.layout.resolved(model_spec)}, "
-            f"{self._mesh.device.type}"
+            f"{run.layout}, {self._mesh.device.type}"
         )
         if self._reporter is None:
             return
@@ -94,7 +93,7 @@ class Telling:
         assert peak is not None
         self.line(f"{self._title}; in {self._folder}")
         self.line(f"MFU against the {peak.origin}: {_rate(peak.flops_per_second)}")
-        if note:
+        for note in filter(None, notes):
             self.line(note)
         if run.model.init is not None and not resume:
             self.line(f"the weights to begin with are those in {run.model.init}")

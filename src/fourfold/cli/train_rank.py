@@ -13,10 +13,11 @@ from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
 from fourfold.cli.telling import telling
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
-from fourfold.doctor import device_type
+from fourfold.doctor import chosen_here, device_type
 from fourfold.errors import RankFailed, RunPaused, RunStopped
 from fourfold.launch import Rank
 from fourfold.mesh import Mesh
+from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
 from fourfold.place import HERE
 from fourfold.run_folder import make_run_folder, resumed_run_folder
@@ -51,6 +52,11 @@ def train_on_rank(
     device = device_type(rank.job.local_world_size)
     tokenizer = load_tokenizer(run.data.tokenizer)
     model_spec = run.model.spec(tokenizer.vocab_size)
+    job = rank.job
+    choice = chosen_here(
+        Step.of_run(run, model_spec), device, local_rank=job.local_rank, local_world_size=job.local_world_size
+    )
+    run = run.model_copy(update={"layout": choice.layout})
     what = what_is_run(run, model_spec, tokenizer)
     rank.connect(device_type=device, agree_on=what, timeout_seconds=timeout_seconds)
     rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
@@ -65,7 +71,7 @@ def train_on_rank(
     mesh = Mesh(run.layout, device)
     folder = shared_folder(folder, mesh)
     with telling(rank, run, folder, mesh, prepared) as told:
-        told.begin(model_spec, note, resume=resume)
+        told.begin(model_spec, (choice.why, note), resume=resume)
         checkpoints = Checkpoints(
             run,
             folder,

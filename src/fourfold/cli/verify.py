@@ -129,18 +129,29 @@ def run_trials(
 
 def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "list[Verification]":
     """Run the trials on one of their ranks. Those with the same steps share the oracle."""
-    from fourfold.doctor import device_type
+    from fourfold.doctor import chosen_here, device_type
     from fourfold.verify import oracle_of, verify_trial
 
-    device = device_type(rank.job.local_world_size)
+    job = rank.job
+    device = device_type(job.local_world_size)
+    chosen = [
+        chosen_here(
+            replace(trial.trained or trial, layout=trial.layout),
+            device,
+            local_rank=job.local_rank,
+            local_world_size=job.local_world_size,
+        )
+        for trial in trials
+    ]
+    trials = [replace(trial, layout=choice.layout) for trial, choice in zip(trials, chosen, strict=True)]
     rank.connect(device_type=device, agree_on={"what to verify": trials})
     reports = []
     oracle, asked = None, None
-    for trial in trials:
+    for trial, choice in zip(trials, chosen, strict=True):
         steps = (trial.spec, trial.batch, trial.steps, trial.seed, trial.sequence_length)
         if oracle is None or steps != asked:
             oracle, asked = oracle_of(trial), steps
-        report = verify_trial(trial, oracle, device_type=device)
+        report = replace(verify_trial(trial, oracle, device_type=device), why_cp=choice.why)
         if aloud and rank.is_first:
             typer.echo(line(report))
             if not report.passes:
@@ -265,10 +276,12 @@ def make_trial(
         trial = replace(Trial.of(spec, parsed, **given), sharding=cut, recompute=policy)
         return replace(trial, **sizes)
     from fourfold.data.tokenizers import load_tokenizer
+    from fourfold.outline import Step
 
     run = RunSpec.load(run_file, overrides, layout=layout)
+    spec = run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size)
     trial = Trial(
-        spec=run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size),
+        spec=spec,
         layout=run.layout,
         batch=run.training.batch,
         microbatches=run.training.microbatches,
@@ -276,6 +289,7 @@ def make_trial(
         seed=run.seed,
         sharding=ShardingSection.model_validate({**run.resolved_sharding.model_dump(), **sharding}),
         recompute=policy if recompute else run.training.recompute,
+        trained=Step.of_run(run, spec),
     )
     return replace(trial, **sizes)
 

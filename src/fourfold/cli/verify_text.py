@@ -48,7 +48,7 @@ def table(report: "Verification") -> str:
 
     stream = Layout.parse(report.layout).stream(report.sequence_length)
     lines = [f"{report.layout} against one process, {report.steps} steps of SGD in {report.dtype}"]
-    lines += [stream, ""] if stream else [""]
+    lines += [*filter(None, (stream, report.why_cp)), ""]
     rows = [("loss", report.loss), ("gradient norm", report.norm)]
     rows += [(f"gradient of {found.name}", found) for found in report.gradients[:SHOWN]]
     rows += [(f"weights of {found.name}", found) for found in report.weights[:SHOWN]]

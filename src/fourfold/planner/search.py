@@ -13,6 +13,7 @@ from functools import cached_property
 
 from fourfold.errors import UserError
 from fourfold.outline import Step
+from fourfold.planner.context import chosen
 from fourfold.planner.fits import USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
@@ -94,8 +95,9 @@ class Search:
                 continue
             schedule = None if pp == 1 else "interleaved2" if 2 * pp <= layers else "1f1b"
             placed = "zero1" if pp > 1 and data > 1 else None
+            context = self._context(tp, cp)
             for recompute in POLICIES:
-                shape = Shape(tp, cp, pp, 1, asked.batch // data, schedule, recompute)
+                shape = Shape(tp, cp, pp, 1, asked.batch // data, schedule, recompute, context)
                 layout = shape.layout(1, data, placed)
                 step = self._step(shape, layout)
                 if not step.problems() and (1, data, placed) in self._fitting(shape)[0]:
@@ -130,7 +132,7 @@ class Search:
                 yield from self._in_depth(tp, cp)
 
     def _in_depth(self, tp: int, cp: int) -> Iterator[Shape]:
-        asked = self._asked
+        asked, context = self._asked, self._context(tp, cp)
         for pp in divisors(asked.ranks // (tp * cp)):
             if pp > asked.spec.num_hidden_layers:
                 self._drop("more stages than layers", 1)
@@ -144,7 +146,13 @@ class Search:
                 for schedule in self._schedules(pp, share // rows):
                     # Weight gradients that come later keep what recomputation would drop.
                     for recompute in ("none",) if str(schedule).startswith("zb") else POLICIES:
-                        yield Shape(tp, cp, pp, rows, share // rows, schedule, recompute)
+                        yield Shape(tp, cp, pp, rows, share // rows, schedule, recompute, context)
+
+    def _context(self, tp: int, cp: int) -> str | None:
+        """The option of cp: what a run on this machine takes where none is given."""
+        asked = self._asked
+        step = Step(asked.spec, Layout(cp=cp, tp=tp), 1, asked.sequence_length, dtype=asked.dtype)
+        return None if step.problems() else chosen(step, machine=asked.machine).layout.options.get("cp")
 
     def _schedules(self, pp: int, microbatches: int) -> list[str | None]:
         if pp == 1:
@@ -175,7 +183,7 @@ class Search:
     def _sizes(self, shape: Shape) -> Sizes:
         key = shape.tp, shape.cp, shape.rows, shape.recompute
         if key not in self._known_sizes:
-            alone = self._step(shape, Layout(cp=shape.cp, tp=shape.tp), alone=True)
+            alone = self._step(shape, shape.inside, alone=True)
             self._known_sizes[key] = block_sizes(alone, self._asked.practice)
         return self._known_sizes[key]
 
@@ -263,8 +271,7 @@ class Search:
     def _inner(self, shape: Shape) -> BlockSeconds:
         key = shape.tp, shape.cp, shape.rows, shape.recompute
         if key not in self._known_blocks:
-            layout = Layout(cp=shape.cp, tp=shape.tp)
-            times = self._times.blocks(self._step(shape, layout, alone=True))
+            times = self._times.blocks(self._step(shape, shape.inside, alone=True))
             layer = times.layer.forward.total + times.layer.backward.total
             self._known_blocks[key] = BlockSeconds(
                 layer if shape.recompute == "none" else layer + times.layer.again.total,

@@ -1,7 +1,7 @@
 """What the search enumerates, and what it knows of each choice before a step is made of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.outline import Step
 from fourfold.planner.compute import OURS, Practice, numel_of_blocks
@@ -25,12 +25,19 @@ class Shape:
     microbatches: int
     schedule: str | None
     recompute: str
+    context: str | None = None
+
+    @property
+    def inside(self) -> Layout:
+        """The axes within which a microbatch is computed; ``context`` is the option of cp."""
+        return Layout(cp=self.cp, tp=self.tp, options={"cp": self.context} if self.context else {})
 
     def layout(self, dp: int = 1, fsdp: int = 1, placed: str | None = None) -> Layout:
         """With a way to place the Batch axis."""
         options = {"pp": self.schedule} if self.pp > 1 and self.schedule else {}
         options |= {"fsdp": placed} if fsdp > 1 and placed else {}
-        return Layout(pp=self.pp, dp=dp, fsdp=fsdp, cp=self.cp, tp=self.tp, options=options)
+        options |= self.inside.options
+        return replace(self.inside, pp=self.pp, dp=dp, fsdp=fsdp, options=options)
 
 
 def block_sizes(step: Step, practice: Practice = OURS) -> Sizes:

@@ -1,7 +1,15 @@
-"""The option of cp, and which heads the ranks of Ulysses can deal."""
+"""The option of cp, which heads the ranks of Ulysses can deal, and how many of them send least."""
+
+from collections.abc import Sequence
 
 from fourfold.errors import choices, nearest
 from fourfold.specs.spec import divisors
+from fourfold.traffic import heads_sent
+
+
+def cp_option(size: int) -> str:
+    """The option for groups of Ulysses of so many ranks."""
+    return "ring" if size == 1 else f"ulysses{size}"
 
 
 def cp_problems(degree: int, option: str | None) -> list[str]:
@@ -35,3 +43,14 @@ def ulysses_problems(heads: int, kv_heads: int, size: int) -> list[str]:
         ),
     }
     return [rule for rule, kept in rules.items() if not kept]
+
+
+def least_sent(sizes: Sequence[int], degree: int, heads: int, kv_heads: int) -> int:
+    """Of groups of Ulysses on so many ranks the size that sends least for long documents, by formula.
+
+    Of two that send as much, the larger: it leaves attention in fewer pieces.
+    """
+    return min(
+        sorted(sizes, reverse=True),
+        key=lambda size: heads_sent(heads, kv_heads, ring=degree // size, ulysses=size),
+    )

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fourfold.errors import UserError, choices, nearest
-from fourfold.specs.cp_option import cp_problems, ulysses_problems
+from fourfold.specs.cp_option import cp_option, cp_problems, least_sent, ulysses_problems
 from fourfold.specs.model import ModelSpec
 from fourfold.specs.placement import PLACEMENTS, REPLICATED, Placement
 from fourfold.specs.schedule_name import ScheduleName
 from fourfold.specs.spec import divisors, nearby
-from fourfold.traffic import heads_sent
 
 # From the slowest link to the fastest. Every mesh, folder and table keeps this order.
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
@@ -120,29 +119,32 @@ class Layout:
     def ulysses(self, model: ModelSpec) -> int:
         """How many ranks of cp exchange tokens for heads; between the groups of so many is a ring.
 
-        Unless the layout says otherwise: of those that the heads allow, the one that sends least for long
-        documents, by formula. Of two that send as much, the larger: it leaves attention in fewer pieces.
+        Unless the layout says otherwise, of those that the heads allow the one that sends least. Commands
+        that know the links ask `fourfold.planner.context` instead, and write its answer into the layout.
         """
-        option = self.options.get("cp")
-        if option is not None:
+        if (option := self.options.get("cp")) is not None:
             return 1 if option == "ring" else int(option.removeprefix("ulysses") or self.cp)
-        heads, kv_heads = model.num_attention_heads // self.tp, max(1, model.num_key_value_heads // self.tp)
-        fitting = [size for size in divisors(self.cp) if not self._ulysses_problems(model, size)]
-        return min(
-            reversed(fitting),
-            key=lambda size: heads_sent(heads, kv_heads, ring=self.cp // size, ulysses=size),
-        )
+        return least_sent(self.ulysses_sizes(model), self.cp, *self.heads(model))
+
+    def ulysses_sizes(self, model: ModelSpec) -> list[int]:
+        """The groups of Ulysses that the heads allow, by their number of ranks; a ring of all is 1."""
+        return [size for size in divisors(self.cp) if not self._ulysses_problems(model, size)]
+
+    def with_ulysses(self, size: int) -> "Layout":
+        """The same with groups of so many ranks written out."""
+        return replace(self, options={**self.options, "cp": cp_option(size)})
 
     def resolved(self, model: ModelSpec) -> "Layout":
         """The same with the default of cp written out for this model, as ``cp4:ring`` or ``cp4:ulysses4``."""
-        if self.cp == 1 or "cp" in self.options:
-            return self
-        size = self.ulysses(model)
-        return replace(self, options={**self.options, "cp": "ring" if size == 1 else f"ulysses{size}"})
+        is_written = self.cp == 1 or "cp" in self.options
+        return self if is_written else self.with_ulysses(self.ulysses(model))
+
+    def heads(self, model: ModelSpec) -> tuple[int, int]:
+        """Query heads and key/value heads of a rank of tp."""
+        return model.num_attention_heads // self.tp, max(1, model.num_key_value_heads // self.tp)
 
     def _ulysses_problems(self, model: ModelSpec, size: int) -> list[str]:
-        kv_heads = max(1, model.num_key_value_heads // self.tp)
-        return ulysses_problems(model.num_attention_heads // self.tp, kv_heads, size)
+        return ulysses_problems(*self.heads(model), size)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -283,10 +285,8 @@ class Layout:
         broken = self._ulysses_problems(model, size)
         if not broken:
             return []
-        fitting = [value for value in divisors(self.cp) if not self._ulysses_problems(model, value)]
-        others = choices(
-            [f"cp{self.cp}:ulysses{value}" for value in fitting if value > 1] + [f"cp{self.cp}:ring"]
-        )
+        groups = [f"cp{self.cp}:ulysses{value}" for value in self.ulysses_sizes(model) if value > 1]
+        others = choices([*groups, f"cp{self.cp}:ring"])
         return [f"ulysses={size} {', and '.join(broken)} (Sequence axis): use {others}"]
 
     def validate(
