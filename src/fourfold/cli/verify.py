@@ -143,8 +143,9 @@ def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "lis
         )
         for trial in trials
     ]
+    layouts = ", ".join(str(choice.layout) for choice in chosen)
+    rank.connect(device_type=device, agree_on={"what to verify": trials, "layout, with its cp": layouts})
     trials = [replace(trial, layout=choice.layout) for trial, choice in zip(trials, chosen, strict=True)]
-    rank.connect(device_type=device, agree_on={"what to verify": trials})
     reports = []
     oracle, asked = None, None
     for trial, choice in zip(trials, chosen, strict=True):

@@ -26,7 +26,7 @@ def cp_problems(degree: int, option: str | None) -> list[str]:
             f"Use {choices(written)}"
         ]
     if int(size) < 1 or degree % int(size):
-        fits = choices([f"cp{degree}:ulysses{value}" for value in divisors(degree)])
+        fits = choices([f"cp{degree}:{cp_option(value)}" for value in divisors(degree)])
         return [f"option '{option}' of cp: {size} does not divide cp={degree} (Sequence axis): use {fits}"]
     return []
 
