@@ -54,6 +54,7 @@ FLOORS: dict[str, int] = {
     "sequence.engine": 2,
     "sequence.ring": 2,
     "sequence.ulysses": 2,
+    "sequence.sinks": 2,
     "sequence.ops": 2,
     "sequence.attention": 2,
     "sequence.hugging_face": 2,

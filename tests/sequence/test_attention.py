@@ -23,7 +23,12 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 def on_a_rank(
-    tensors: list[Tensor], documents: Documents, window: int | None, ulysses: int, causal: bool = True
+    tensors: list[Tensor],
+    documents: Documents,
+    window: int | None,
+    ulysses: int,
+    causal: bool = True,
+    sinks_H: Tensor | None = None,
 ) -> tuple[tuple[tuple[range, ...], ...], Tensor, list[Tensor]]:
     """This rank's columns, output and gradients; ``tensors`` are q, k, v and the output's gradient, whole."""
     mesh = Mesh(Layout(cp=torch.distributed.get_world_size()))
@@ -35,7 +40,9 @@ def on_a_rank(
         tensor.take_along_dim(index_BS.view(len(columns), -1)[..., None, None], 1) for tensor in tensors
     )
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    out = attend(*inputs, documents=documents, window=window, scale=0.3)
+    if sinks_H is not None:
+        inputs.append(sinks_H.detach().requires_grad_())
+    out = attend(*inputs[:3], documents=documents, window=window, scale=0.3, sinks_H=(*inputs, None)[3])
     return columns, out.detach(), list(torch.autograd.grad(out, inputs, grad))
 
 
@@ -192,6 +199,33 @@ def test_bfloat16_is_as_exact_on_any_number_of_ranks(ranks: RankPool) -> None:
             assert of_ulysses < 1.5 * error
 
 
+@pytest.mark.parametrize(("world_size", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_sinks_take_part_in_the_softmax(ranks: RankPool, world_size: int, ulysses: int) -> None:
+    """As one more column of scores without a value, whose logit is learned: packed rows and a window."""
+    documents, window, length = ((23,), (4, 19)), 9, 23
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, length, n, 6, generator=generator, dtype=torch.float64) for n in (8, 4, 4, 8)]
+    sinks = torch.tensor([-9.0, -1, 0, 0.5, 1, 2, 4, 30], dtype=torch.float64)
+    q, k, v, sinks_H = inputs = [tensor.clone().requires_grad_() for tensor in (*tensors[:3], sinks)]
+    scores = 0.3 * torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2))
+    number = torch.tensor([[0] * 23, [0] * 4 + [1] * 19])
+    apart = torch.arange(length)[:, None] - torch.arange(length)
+    allowed = (number[:, :, None] == number[:, None]) & (apart >= 0) & (apart < window)
+    scores = scores.masked_fill(~allowed[:, None], float("-inf"))
+    column = sinks_H[None, :, None, None].expand(2, -1, length, 1)
+    shares = torch.cat([scores, column], 3).softmax(3)[..., :length]
+    expected = torch.einsum("bhqk,bkhd->bqhd", shares, v.repeat_interleave(2, 2))
+    *gradients, of_sinks = torch.autograd.grad(expected, inputs, tensors[3])
+    found = ranks(world_size, on_a_rank, tensors, documents, window, ulysses, True, sinks)
+    torch.testing.assert_close(sum(own[3] for *_, own in found), of_sinks, rtol=0, atol=1e-12)
+    for columns, out, own in found:
+        for row, runs in enumerate(columns):
+            index = torch.tensor([i for run in runs for i in run], dtype=torch.int64)
+            pairs = zip((out, *own[:3]), (expected.detach(), *gradients), strict=True)
+            for mine, whole in pairs:
+                torch.testing.assert_close(mine[row], whole[row, index], rtol=0, atol=1e-12)
+
+
 def test_tokens_come_back_in_their_order() -> None:
     """Any tensor that is like the sequence is cut alike, and comes back in order."""
     # CP-12
@@ -232,6 +266,7 @@ REFUSED: dict[str, tuple[int, tuple[int, int, int, int], bool, dict[str, Any], s
     "an empty document": (1, FITS, True, {"documents": ((0, 16),)}, "documents of row 0 are (0, 16)"),
     "a row without documents": (1, FITS, True, {"documents": ((),)}, "documents of row 0 are ()"),
     "other rows": (1, FITS, True, {"documents": ((16,),) * 3}, "of 3 rows, and the queries of 1"),
+    "sinks of other heads": (1, FITS, True, {"sinks_H": torch.ones(2)}, "shape (2,) for 4 query heads"),
     "a window of nothing": (1, FITS, True, {"window": 0}, "window=0 (Sequence axis): a token sees itself"),
     "a window ahead": (1, FITS, True, {"window": -1}, "window=-1 (Sequence axis): a token sees itself"),
     "a window both ways": (1, FITS, False, {"window": 4}, "window=4 without causal order"),

@@ -75,7 +75,10 @@ def test_its_gradients_are_those_of_finite_differences() -> None:
     mesh = Mesh(Layout())
     attend = ContextAttention(ring=mesh.cp, ulysses=mesh.cp)
     tensors = [tensor[:, :4, :, :2].detach().requires_grad_() for tensor in inputs(4)]
-    torch.autograd.gradcheck(partial(attend, documents=((1, 3), (4,)), window=2, scale=0.7), tensors)
+    call = partial(attend, documents=((1, 3), (4,)), window=2, scale=0.7)
+    torch.autograd.gradcheck(call, tensors)
+    sinks = torch.linspace(-1, 2, tensors[0].shape[2], dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda q, k, v, sinks_H: call(q, k, v, sinks_H=sinks_H), (*tensors, sinks))
 
 
 def test_the_backward_needs_nobody_to_hold_the_ranks() -> None:
@@ -91,11 +94,12 @@ def test_the_backward_needs_nobody_to_hold_the_ranks() -> None:
         assert torch.equal(found, right)
 
 
-def said_and_done(ulysses: int) -> None:
+def said_and_done(ulysses: int, has_sinks: bool) -> None:
     """What the ops are said to return, without data, is what they return: shapes, strides and dtypes."""
     attend = context(ulysses)
     q, k, v = inputs(sum(len(run) for run in attend.columns(DOCUMENTS)[0]), torch.bfloat16)
-    rest = (attend.place.number, [length for row in DOCUMENTS for length in row], None, 0.3)
+    sinks = torch.ones(4) if has_sinks else None
+    rest = (attend.place.number, [length for row in DOCUMENTS for length in row], None, 0.3, sinks)
 
     def same(op: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
         done = op(*arguments)
@@ -112,9 +116,13 @@ def said_and_done(ulysses: int) -> None:
         same(context_attention_backward, out, *kept, lse, 2, *rest)
 
 
-@pytest.mark.parametrize(("world_size", "ulysses"), [(1, 1), (2, 1), (2, 2), (4, 4)])
-def test_shapes_are_known_without_data(ranks: RankPool, world_size: int, ulysses: int) -> None:
-    ranks(world_size, said_and_done, ulysses)
+@pytest.mark.parametrize(
+    ("world_size", "ulysses", "has_sinks"), [(1, 1, True), (2, 1, False), (2, 2, True), (4, 4, False)]
+)
+def test_shapes_are_known_without_data(
+    ranks: RankPool, world_size: int, ulysses: int, has_sinks: bool
+) -> None:
+    ranks(world_size, said_and_done, ulysses, has_sinks)
 
 
 def events_with_recomputation(ulysses: int, kept: bool) -> tuple[list[Tensor], int]:

@@ -47,20 +47,29 @@ class ContextAttention:
         documents: Documents,
         window: int | None,
         scale: float,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of this rank's queries, (B, S, H, D).
 
-        ``documents`` are those of the whole rows, each of which sums to the whole length. Raises UserError
-        with every rule that the arguments break.
+        ``documents`` are those of the whole rows, each of which sums to the whole length. ``sinks_H`` are
+        logits, one a query head of ``q_BSHD``, that take part in the softmax and bring no value; each rank
+        has a summand of their gradient. Raises UserError with every rule that the arguments break.
         """
         # Cheap, since each layer comes here; and free of caches, which torch.compile would complain of.
         problems = [*self._token_problems(q_BSHD, k_BSKD, v_BSKD, documents)]
         problems += self._head_problems(q_BSHD.shape[2], k_BSKD.shape[2])
         problems += _window_problems(window, self.place.causal)
+        if sinks_H is not None and sinks_H.shape != q_BSHD.shape[2:3]:
+            problems.append(
+                f"sinks of shape {tuple(sinks_H.shape)} for {q_BSHD.shape[2]} query heads (Sequence axis): "
+                "give one logit for each query head that this rank has before any exchange"
+            )
         if problems:
             raise UserError(*problems)
         lengths = [length for row in documents for length in row]
-        out_BSHD, *_ = context_attention(q_BSHD, k_BSKD, v_BSKD, self.place.number, lengths, window, scale)
+        out_BSHD, *_ = context_attention(
+            q_BSHD, k_BSKD, v_BSKD, self.place.number, lengths, window, scale, sinks_H
+        )
         return out_BSHD
 
     def _token_problems(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> list[str]:

@@ -23,6 +23,7 @@ from fourfold.sequence.engine import Forward
 from fourfold.sequence.partition import tokens_of_ranks
 from fourfold.sequence.ring import Around, ring_backward, ring_forward
 from fourfold.sequence.rows import Documents, Ring
+from fourfold.sequence.sinks import sinks_gradient, with_sinks
 from fourfold.sequence.ulysses import copied, copies_of_heads, from_heads, summed_copies, to_heads
 
 _numbers = count()
@@ -57,6 +58,10 @@ class Place:
         of_the_group = tokens_of_ranks(sum(documents[0]), self.ring.size)[self.ring.rank]
         return tokens_of_ranks(of_the_group, self.ulysses.size)
 
+    def of_this_rank(self, sinks: Tensor) -> Tensor:
+        """The sinks of this rank's heads, of those of all."""
+        return sinks.chunk(self.ulysses.size)[self.ulysses.rank]
+
     def split(self, exchanged: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
         """Queries, keys and values of this rank's heads; the numbers are those before the exchange."""
         kv = kv_heads * copies_of_heads(kv_heads, self.ulysses.size) // self.ulysses.size
@@ -71,6 +76,7 @@ def _attend(
     documents: Sequence[int],
     window: int | None,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the attention of this rank's queries (B, S, H, D), and what the backward needs.
 
@@ -81,11 +87,15 @@ def _attend(
     around = at.around(whole, window)
     if at.ulysses.size == 1:
         out, lse = ring_forward(q, k, v, around=around, scale=scale)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return out.contiguous(), lse.contiguous(), q.new_empty(0), q.new_empty(0)
     tokens = at.tokens(whole)
     exchanged = to_heads([q, copied(k, at.ulysses.size), copied(v, at.ulysses.size)], at.ulysses, tokens)
     parts = at.split(exchanged, q.shape[2], k.shape[2])
     attended, lse = ring_forward(*parts, around=around, scale=scale)
+    if sinks is not None:
+        attended, lse = with_sinks(attended, lse, at.of_this_rank(sinks))
     (out,) = from_heads([attended], at.ulysses, tokens)
     return out, lse.contiguous(), exchanged, attended.contiguous()
 
@@ -102,15 +112,21 @@ def _attend_backward(
     documents: Sequence[int],
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's queries, keys and values, from that of its output.
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's queries, keys, values and of the sinks, from that of its output.
 
-    The other tensors are of this rank's heads; ``kv_heads`` is how many there were before any exchange.
+    The other tensors are of this rank's heads; ``kv_heads`` is how many there were before any exchange. The
+    sinks are those of all heads, and their gradient is 0 for heads of other ranks; without sinks it is empty.
     """
     at, whole = _places[place], _rows(tuple(documents), q.shape[0])
     tokens = at.tokens(whole)
     if at.ulysses.size > 1:
         grad = to_heads([grad], at.ulysses, tokens)
+    dsinks = lse.new_empty(0)
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks)
+        at.of_this_rank(dsinks).copy_(sinks_gradient(grad, out, lse, at.of_this_rank(sinks)))
     found = ring_backward(
         grad if grad.stride(-1) == 1 else grad.contiguous(),
         Forward(q, k, v, out, lse),
@@ -121,7 +137,7 @@ def _attend_backward(
         dq, dk, dv = from_heads(found, at.ulysses, tokens)
         found = dq, summed_copies(dk, kv_heads), summed_copies(dv, kv_heads)
     dq, dk, dv = (gradient.contiguous() for gradient in found)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 context_attention = torch.library.custom_op("fourfold::context_attention", _attend, mutates_args=())
@@ -138,7 +154,14 @@ INSIDE: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = {
 
 @context_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, place: int, documents: Sequence[int], window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    place: int,
+    documents: Sequence[int],
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at = _places[place]
     high = torch.promote_types(q.dtype, torch.float32)
@@ -169,13 +192,15 @@ def _(
     documents: Sequence[int],
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys = (*grad.shape[:2], kv_heads, grad.shape[3])
-    return grad.new_empty(grad.shape), grad.new_empty(keys), grad.new_empty(keys)
+    dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return grad.new_empty(grad.shape), grad.new_empty(keys), grad.new_empty(keys), dsinks
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, place, documents, window, scale = inputs
+    q, k, v, place, documents, window, scale, sinks = inputs
     out, lse, exchanged, attended = output
     ctx.kv_heads, ctx.rest = k.shape[2], (place, documents, window, scale)
     ctx.set_materialize_grads(False)
@@ -184,14 +209,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     if at.ulysses.size > 1:
         q, k, v = at.split(exchanged, q.shape[2], k.shape[2])
         out = attended
-    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.save_for_backward(q, k, v, out, lse, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    found = context_attention_backward(grad, *ctx.saved_tensors, ctx.kv_heads, *ctx.rest)
-    return *found, None, None, None, None
+        return (None,) * 8
+    *saved, sinks = ctx.saved_tensors
+    *found, dsinks = context_attention_backward(grad, *saved, ctx.kv_heads, *ctx.rest, sinks)
+    return *found, None, None, None, None, None if sinks is None else dsinks
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)
