@@ -1,9 +1,9 @@
 """Attention sinks: a learned logit of each head that takes part in the softmax and brings no value.
 
 [Note: a sink is one more key] With l the log-sum-exp over all keys and s the sink, the log-sum-exp over both
-is l' = logaddexp(l, s), and the output o' = exp(l - l') o. Kept in place of l and o, they are the statistics of
-[Note: global statistics] in `fourfold.sequence.engine`, so the gradients of all blocks of keys are computed as
-ever. That of the sink is the sum over rows of -exp(s - l') rowsum(do * o').
+is l' = logaddexp(l, s), and the output o' = exp(l - l') o. Kept in place of l and o, they are the global
+statistics of `fourfold.sequence.engine`, so the gradients of all blocks of keys are computed as ever. That of
+the sink is the sum over rows of -exp(s - l') rowsum(do * o').
 """
 
 import torch
