@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold.assembly import parallelize
 from fourfold.batch import pieces
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder
-from fourfold.parallel_model import parallelize
 from fourfold.program import Kind, draw
 from fourfold.specs import PLACEMENTS, Layout, ModelSpec, RunSpec, ShardingSection
 from tests.ranks import RankPool

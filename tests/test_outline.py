@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from fourfold.assembly import parallelize
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder
 from fourfold.outline import Step, outline
-from fourfold.parallel_model import parallelize
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.specs.recompute_name import RecomputeName
 from tests.ranks import RankPool

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fourfold.batch.units as batch_units
+from fourfold.assembly import parallelize
 from fourfold.batch.units import master_dtype
 from fourfold.collectives import all_reduce_
 from fourfold.data import SyntheticDataset
@@ -17,7 +18,7 @@ from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
 from fourfold.optimizer import Update, optimizers
-from fourfold.parallel_model import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.specs import Layout, ModelSpec, OptimizerSection, ShardingSection
 from fourfold.training import initialized, rank_batches
 from tests.ranks import RankPool

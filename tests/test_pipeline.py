@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from fourfold.assembly import parallelize
 from fourfold.collectives import agreement, all_reduce_
 from fourfold.data import SyntheticDataset
 from fourfold.layer.schedule_file import write_schedule
@@ -20,7 +21,7 @@ from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.optimizer import Update, clip_, gradient_norm, optimizers
 from fourfold.oracle import Oracle
-from fourfold.parallel_model import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.program import Kind, Program
 from fourfold.program.actions import SUMS
 from fourfold.program.clock import peak_in_flight

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.assembly import parallelize
 from fourfold.batch.costs import held_bytes
 from fourfold.batch.gathers import with_gathers
 from fourfold.batch.reduction import with_reductions
@@ -22,7 +23,7 @@ from fourfold.initialize import initialize_, whole
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch, Piece
 from fourfold.optimizer import Update, gradient_norm, optimizers, owned_parameters
-from fourfold.parallel_model import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.program import COMPUTE, Action, Kind, Program, check
 from fourfold.specs import Layout, ModelSpec, OptimizerSection, RunSpec, ShardingSection
 from fourfold.training import Trainer, evaluate, initialized, rank_batches

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fourfold.assembly import parallelize
 from fourfold.batch.units import Unit
 from fourfold.channel.tensor_parallel import TensorParallel
 from fourfold.collectives import Pending
@@ -16,7 +17,7 @@ from fourfold.data import Dataset, SyntheticDataset
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE, Decoder, Microbatch
 from fourfold.oracle import Oracle
-from fourfold.parallel_model import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.program import Action, Kind
 from fourfold.sequence import ops
 from fourfold.specs import Layout, ModelSpec

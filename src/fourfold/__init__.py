@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fourfold.assembly import parallelize
     from fourfold.data import PackedDataset, SyntheticDataset, prepare
     from fourfold.errors import RunStopped, UserError
     from fourfold.mesh import Mesh
     from fourfold.models import Decoder, Microbatch
-    from fourfold.parallel_model import ParallelModel, parallelize
+    from fourfold.parallel_model import ParallelModel
     from fourfold.sampling import generate
     from fourfold.sharded_module import ShardedModule, shard
     from fourfold.specs import Layout, ModelSpec, RunSpec
@@ -34,7 +35,7 @@ _HOME = {
     "UserError": "errors",
     "generate": "sampling",
     "initialized": "training",
-    "parallelize": "parallel_model",
+    "parallelize": "assembly",
     "prepare": "data",
     "rank_batches": "training",
     "shard": "sharded_module",

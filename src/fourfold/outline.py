@@ -1,6 +1,6 @@
 """A decoder laid out on a mesh, in numbers: its stages, segments, units and program, without a weight.
 
-It is what `fourfold.parallel_model.parallelize` makes of the same model and layout, for every pipeline rank
+It is what `fourfold.assembly.parallelize` makes of the same model and layout, for every pipeline rank
 at once and for any number of ranks. A test holds the two against each other.
 """
 

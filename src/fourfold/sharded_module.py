@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from fourfold.autograd_segment import differentiable_inputs, run_as_node
 from fourfold.batch.unit_groups import Initialize, UnitGroup, refuse_without_weights, unit_groups
 from fourfold.batch.unit_specs import Copies
-from fourfold.batch.units import Unit
 from fourfold.channel.parts import Parts
 from fourfold.channel.tensor_parallel import TensorParallel
-from fourfold.collectives import Pending
 from fourfold.errors import UserError, choices
 from fourfold.mesh import Mesh
+from fourfold.module_gradients import ModuleGradients
 from fourfold.module_state import ModuleState
 from fourfold.optimizer import clip_, gradient_norm, owned_parameters
 from fourfold.refused_steps import is_refused, refuse_steps_
@@ -46,7 +45,6 @@ from fourfold.specs import AXIS_WORDS, ShardingSection
 
 PIECES = get_args(ShardingSection.model_fields["pieces"].annotation)
 BUILD = "build it from parameters() of what fourfold.shard returns"
-UNSUMMED = "gradients are not summed: call reduce_gradients() after the last backward of a step"
 
 
 class ShardedModule:
@@ -71,27 +69,16 @@ class ShardedModule:
         self._state = ModuleState(module, self.units, parts)
         owned = owned_parameters(self.units)
         self.decayed, self.plain = owned.decayed, owned.plain
+        self._pieces = [*self.decayed, *self.plain]
+        self._gradients = ModuleGradients(groups, self._pieces, mesh.layout.placement)
         self._groups = groups
         self._blocks, self._root = groups[:-1], groups[-1]
-        self._trained = [unit for unit in self.units if unit.is_trained]
-        # Kept here, since a view of memory that is freed cannot be made.
-        self._views = {
-            unit: [_gradient_of(parameter) for parameter in unit.parameters] for unit in self._trained
-        }
-        self._pieces = [*self.decayed, *self.plain]
-        self._piece_gradients = [piece.grad for piece in self._pieces]
-        self._is_reduced = False
-        self._taken: set[Unit] = set()
-        self._reduced: set[Unit] = set()
-        self._reductions: dict[Unit, Pending] = {}
         # An input that needs a gradient, so that every trained block has a backward.
         self._anchor = torch.empty(0, requires_grad=True)
         self._steps = 0
-        for unit in self._trained:
-            for parameter in unit.parameters:
-                parameter.grad = None
-            refuse_steps_(unit.parameters, f"the optimizer has the module's own parameters: {BUILD}")
-        self._set_piece_gradients_([None] * len(self._pieces), refusal=UNSUMMED)
+        for unit in self.units:
+            if unit.is_trained:
+                refuse_steps_(unit.parameters, f"the optimizer has the module's own parameters: {BUILD}")
         self._attach_()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -107,27 +94,14 @@ class ShardedModule:
 
         Called once a step by all ranks, after the last backward, before the norm and the optimizer.
         """
-        for group in reversed(self._groups):
-            trained = [unit for unit in group.units if unit.is_trained]
-            waiting = [unit for unit in trained if unit in self._taken or unit not in self._reduced]
-            for unit in waiting:
-                self._take_(unit)
-            self._reduce_(waiting)
-        self._finish_reductions_()
-        if self.mesh.layout.placement.optimizer:  # [Note: replicas last]
-            for pending in [unit.all_reduce() for unit in self._trained]:
-                pending.wait()
-        self._set_piece_gradients_(self._piece_gradients, refusal=None)
-        self._is_reduced = True
-        self._reduced.clear()
+        self._gradients.end_step_()
         for unit in self.units:
             unit.begin_step_()
         self._expire_()
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once."""
-        if not self._is_reduced:
-            raise RuntimeError(UNSUMMED)
+        self._gradients.check_summed()
         tp = self.mesh.tp
         counted = [unit for unit in self.units if tp.rank % self._parts.copies(unit.slots[0].name) == 0]
         return gradient_norm(counted, self.mesh.joint(*self.mesh.layout.shard_axes, "tp"))
@@ -179,7 +153,7 @@ class ShardedModule:
         if torch.is_grad_enabled():
             self._root.uses += 1
             for unit in self._root.units:
-                self._take_(unit)
+                self._gradients.take_(unit)
 
     def _end_forward_(self, *_: Any) -> None:
         if not self._root.uses:  # an evaluation while no step is under way
@@ -225,54 +199,13 @@ class ShardedModule:
             )
         before = self._blocks[index - 1] if index and self._blocks[index - 1].uses else None
         for unit in group.units:
-            self._take_(unit)
+            self._gradients.take_(unit)
         with group.gathered(ahead=before):
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         group.uses -= 1
         if not group.uses and self.mesh.layout.placement.gradients:
-            self._reduce_([unit for unit in group.units if unit.is_trained])
-
-    def _take_(self, unit: Unit) -> None:
-        """Make room for a unit's gradient, zero at first."""
-        if not unit.is_trained:
-            return
-        if self._is_reduced:  # a new step begins
-            self._is_reduced = False
-            self._set_piece_gradients_([None] * len(self._pieces), refusal=UNSUMMED)
-        if unit in self._reductions:
-            self._finish_reductions_()
-        if unit.take_gradient_():
-            unit.gradient.zero_()
-            for parameter, view in zip(unit.parameters, self._views[unit], strict=True):
-                parameter.grad = view
-            self._taken.add(unit)
-
-    def _reduce_(self, units: Sequence[Unit]) -> None:
-        """Start to sum gradients; where they are sharded, see [Note: one reduction in flight]."""
-        if self.mesh.layout.placement.gradients:
-            self._finish_reductions_()
-        for unit in units:
-            for parameter, view in zip(unit.parameters, self._views[unit], strict=True):
-                # What the module's own zero_grad, or a backward that makes a graph, left behind.
-                if parameter.grad is None:
-                    view.zero_()
-                elif parameter.grad is not view:
-                    view.copy_(parameter.grad)
-                parameter.grad = None
-            self._taken.remove(unit)
-            self._reduced.add(unit)
-            self._reductions[unit] = unit.reduce()
-
-    def _finish_reductions_(self) -> None:
-        for unit, pending in self._reductions.items():
-            unit.finish_reduce_(pending.wait())
-        self._reductions.clear()
-
-    def _set_piece_gradients_(self, gradients: Sequence[Tensor | None], *, refusal: str | None) -> None:
-        for piece, gradient in zip(self._pieces, gradients, strict=True):
-            piece.grad = gradient
-        refuse_steps_(self._pieces, refusal)
+            self._gradients.reduce_([unit for unit in group.units if unit.is_trained])
 
     def _expire_(self) -> None:
         """Forget all weights and all forwards, since the masters change now."""
@@ -369,9 +302,3 @@ def _initialize_runs(initialize: Initialize, parts: Parts, name: str, first: int
     """Have a run of this rank's part of a parameter written, by its place in the whole one."""
     for start, run in parts.runs(name, first, target):
         initialize(name, start, run)
-
-
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None, "the parameter has no gradient buffer"
-    return gradient

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from fourfold.allocator import keep_freed_memory
+from fourfold.assembly import DEFAULT_SHARDING, parallelize
 from fourfold.checkpoint.initial_weights import read_hugging_face_
 from fourfold.checkpoint.progress import Progress
-from fourfold.collectives import Wait, all_gather, all_reduce_, log_waits, record
+from fourfold.collectives import Wait, all_reduce_, log_waits, record
 from fourfold.data import Dataset
 from fourfold.errors import RunStopped
 from fourfold.held import counting_memory
@@ -23,10 +24,10 @@ from fourfold.learning_rate import learning_rate
 from fourfold.measured import TimeSpent, time_spent
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
+from fourfold.not_finite import first_not_finite
 from fourfold.optimizer import Update, optimizers
-from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.place import HERE
-from fourfold.program.actions import SUMS
 from fourfold.rank_memory import RankMemory
 from fourfold.specs import BATCH_AXES, ModelSpec, RunSpec, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
@@ -64,6 +65,11 @@ class StepReport:
     events: Sequence[Event] = ()
     waits: Sequence[Wait] = ()
     held: RankMemory | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether both loss and gradient are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -123,9 +129,8 @@ def train(
     for step in range(start, run.training.steps):
         report = trainer.step(step, counts_memory=step == start)
         on_report(report)
-        is_good = math.isfinite(report.loss) and math.isfinite(report.grad_norm)
-        bad_steps = 0 if is_good else bad_steps + 1
-        if not is_good:
+        bad_steps = 0 if report.is_finite else bad_steps + 1
+        if bad_steps:
             diagnosis = trainer.diagnosis(step)
             if bad_steps > run.training.skip_bad_steps:
                 on_stop()
@@ -133,7 +138,6 @@ def train(
             on_skip(f"{diagnosis}; passed over, {bad_steps} in a row")
         every, last = run.evaluation.every, report.step == run.training.steps
         if last or (every and report.step % every == 0):
-            HERE.begin(f"in the evaluation after step {report.step}", is_watched=True)
             evaluation = evaluate(trainer.parallel, run, eval_data, step=report.step)
             on_report(evaluation)
             if not math.isfinite(evaluation.loss):
@@ -239,39 +243,10 @@ class Trainer:
         return float(self.parallel.executor.asked_to_end) > 0
 
     def diagnosis(self, step: int) -> str:
-        """Where the loss or gradient of ``step`` that is not finite began. Called on every rank.
-
-        The gradients are summed over ranks already, so the step is run again on every rank without sums:
-        the weights are untouched and the batch is the same, so the same numbers come out, rank by rank.
-        """
-        parallel = self.parallel
-        actions = [
-            action for action in parallel.program.ranks[parallel.mesh.pp.rank] if action.kind not in SUMS
-        ]
-        loss_sum = parallel.executor.step(
-            actions,
-            parallel.own(self._batches(step)),
-            valid_tokens=self._data.valid_tokens(step, self._run.training.batch),
-            update=lambda _: None,
-        )
-        names = [name for name, parameter in parallel.model.named_parameters() if parameter.requires_grad]
-        gradients = dict(
-            pair for unit in parallel.units if unit.is_trained for pair in unit.named(unit.gradient)
-        )
-        bad = [name for name in reversed(names) if name in gradients and not gradients[name].isfinite().all()]
-        axis = parallel.mesh.world
-        mine = [int(not torch.isfinite(loss_sum)), names.index(bad[0]) if bad else -1]
-        found = all_gather(torch.tensor([mine], device=parallel.mesh.device), axis).tolist()
-        where = f"step {step + 1} is not finite; no weight was changed by it"
-        of_a_stage = axis.size // parallel.mesh.pp.size
-        # The backward meets the last pipeline ranks first.
-        for index in sorted(range(axis.size), key=lambda index: (-(index // of_a_stage), index)):
-            rank, (loss_is_bad, parameter) = axis.ranks[index], found[index]
-            if loss_is_bad or parameter >= 0:
-                what = "the loss" if loss_is_bad else "a gradient"
-                first = f"; the backward meets it first in {names[parameter]}" if parameter >= 0 else ""
-                return f"{where}: {what} is not finite on rank {rank}{first}"
-        return f"{where}: each rank's loss and gradients are finite, their sum over ranks is not"
+        """Where the loss or gradient of ``step`` that is not finite began. Called on every rank."""
+        valid_tokens = self._data.valid_tokens(step, self._run.training.batch)
+        where = first_not_finite(self.parallel, self._batches(step), valid_tokens=valid_tokens)
+        return f"step {step + 1} is not finite; no weight was changed by it: {where}"
 
     def _batches(self, step: int) -> list[Microbatch]:
         training = self._run.training
@@ -338,6 +313,7 @@ def rank_batches(data: Dataset, mesh: Mesh, *, step: int, batch: int, microbatch
 
 def evaluate(parallel: ParallelModel, run: RunSpec, data: Dataset, *, step: int) -> EvaluationReport:
     """The mean loss on the first ``run.evaluation.batches`` held-out batches, on all ranks together."""
+    HERE.begin(f"in the evaluation after step {step}", is_watched=True)
     batch = run.training.batch
     total = torch.zeros((), dtype=torch.float64, device=parallel.mesh.device)
     valid_tokens = 0

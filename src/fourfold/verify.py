@@ -4,30 +4,25 @@ Every rank compares what it holds with the reference, parameter by parameter: [N
 `fourfold.oracle`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fourfold.collectives import all_gather, broadcast_
+from fourfold.assembly import DEFAULT_SHARDING
+from fourfold.collectives import all_gather
 from fourfold.data import SyntheticDataset
 from fourfold.first_difference import SUMS, FirstDifference, first_difference, suspects
 from fourfold.mesh import Mesh
 from fourfold.models import IGNORE
 from fourfold.optimizer import gradient_norm, owned_parameters
 from fourfold.oracle import LEARNING_RATE, Oracle, Trajectory
-from fourfold.parallel_model import DEFAULT_SHARDING, ParallelModel
+from fourfold.parallel_model import ParallelModel
+from fourfold.reference import Reference, worst
 from fourfold.specs import Layout, ShardingSection
 from fourfold.specs.recompute_name import NO_RECOMPUTATION, RecomputeName
 from fourfold.training import initialized, rank_batches
 from fourfold.trial import Trial
-
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
-"""The largest error that passes, relative to the largest magnitude."""
-
-BFLOAT16_FACTOR = 3.0
-"""In bfloat16 a layout passes within this multiple of one bfloat16 process' own error against float64."""
 
 
 @dataclass(frozen=True)
@@ -139,45 +134,35 @@ def verify(
         batch=oracle.batch,
         recompute=recompute,
     )
-    steps = oracle.steps
     ours, counts, agree = _run_layout(parallel, oracle, microbatches=microbatches)
-    # Rank 0 alone asks the oracle; the others receive what it says. In bfloat16 the
-    # reference is float64, and one bfloat16 process gives the scale of the error.
-    exact = "float64" if dtype == "bfloat16" else dtype
-    reference = scale = None
-    if mesh.world.rank == 0:
-        reference = oracle.trajectory(exact, mesh.device)
-        scale = oracle.trajectory(dtype, mesh.device) if dtype != exact else None
-
-    losses = _broadcast_floats(mesh, reference.losses + reference.norms if reference else None, 2 * steps)
-    ours_floats = ours.losses + ours.norms
-    float_errors = _over_ranks(mesh, [_relative(a, b) for a, b in zip(ours_floats, losses, strict=True)])
-    gradient_errors = [
-        _tensor_errors(mesh, ours.gradients[step], reference.gradients[step] if reference else None)
-        for step in range(steps)
-    ]
-    weight_errors = _tensor_errors(mesh, ours.weights, reference.weights if reference else None)
-    tolerances = _broadcast_floats(mesh, _tolerances(dtype, reference, scale) if reference else None, 4)
-    loss_tolerance, norm_tolerance, gradient_tolerance, weight_tolerance = tolerances
-    worst_gradients = {name: _worst(errors[name] for errors in gradient_errors) for name in ours.weights}
+    reference = Reference(oracle, mesh, dtype)
+    loss_error, norm_error = reference.loss_and_norm_errors(ours)
+    gradient_errors = reference.gradient_errors(ours)
+    weight_errors = reference.weight_errors(ours)
+    tolerances = reference.tolerances()
+    worst_gradients = {name: worst(errors[name] for errors in gradient_errors) for name in ours.weights}
     verification = Verification(
         layout=str(mesh.layout.resolved(oracle.model_spec)),
         sequence_length=sequence_length,
         dtype=dtype,
-        steps=steps,
-        loss=Difference("loss", _worst(float_errors[:steps]), loss_tolerance),
-        norm=Difference("gradient norm", _worst(float_errors[steps:]), norm_tolerance),
-        gradients=_ranked(worst_gradients, gradient_tolerance),
-        weights=_ranked(weight_errors, weight_tolerance),
+        steps=oracle.steps,
+        loss=Difference("loss", loss_error, tolerances.loss),
+        norm=Difference("gradient norm", norm_error, tolerances.norm),
+        gradients=_ranked(worst_gradients, tolerances.gradient),
+        weights=_ranked(weight_errors, tolerances.weight),
         valid_tokens=counts,
         tokens_agree=agree,
     )
     if verification.passes:
         return verification
     where = first_difference(
-        parallel, oracle, microbatches=microbatches, dtype=exact, tolerance=gradient_tolerance
+        parallel,
+        oracle,
+        microbatches=microbatches,
+        dtype=reference.dtype,
+        tolerance=tolerances.gradient,
     )
-    if where is None and _worst(gradient_errors[0].values()) > gradient_tolerance:
+    if where is None and worst(gradient_errors[0].values()) > tolerances.gradient:
         axes = suspects(mesh.layout, mesh.world.ranks, SUMS)
         where = FirstDifference(SUMS, None, mesh.world.ranks, axes)
     return replace(verification, where="later than the first step's sums" if where is None else str(where))
@@ -229,90 +214,6 @@ def _run_layout(
     return trajectory, tuple(counts[0]), agree
 
 
-def _scales(reference: dict[str, Tensor], names: Iterable[str]) -> list[float]:
-    """What the error of each named tensor is relative to: its own largest magnitude.
-
-    Or 1e-4 of the largest of all tensors where that is more: a tensor of pure rounding noise has no scale of
-    its own.
-    """
-    maxima = [float(reference[name].abs().max()) for name in names]
-    return [max(maximum, 1e-4 * max(maxima)) or 1.0 for maximum in maxima]
-
-
-def _tensor_error(tensor: Tensor, expected: Tensor, scale: float) -> float:
-    return float((tensor.double() - expected.double()).abs().max()) / scale
-
-
-def _tensor_errors(
-    mesh: Mesh, ours: dict[str, Tensor], reference: dict[str, Tensor] | None
-) -> dict[str, float]:
-    """The error of every named tensor, the worst over ranks; rank 0 holds the reference and broadcasts it."""
-    scales = _broadcast_floats(mesh, _scales(reference, ours) if reference else None, len(ours))
-    sizes = [tensor.numel() for tensor in ours.values()]
-    # One message for all: a model has hundreds of tensors, and each message waits for all ranks.
-    expected = torch.empty(sum(sizes), dtype=torch.float64, device=mesh.device)
-    if reference:
-        torch.cat([reference[name].double().flatten() for name in ours], out=expected)
-    broadcast_(expected, mesh.world, source=0)
-    errors = [
-        _tensor_error(tensor, part.view_as(tensor), scale)
-        for tensor, part, scale in zip(ours.values(), expected.split(sizes), scales, strict=True)
-    ]
-    return dict(zip(ours, _over_ranks(mesh, errors), strict=True))
-
-
-def _tolerances(dtype: str, reference: Trajectory, scale: Trajectory | None) -> list[float]:
-    """Of loss, norm, gradients and weights."""
-    if scale is None:
-        return [TOLERANCE[dtype]] * 4
-
-    def worst(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-        scales = _scales(expected, expected)
-        return _worst(
-            _tensor_error(tensors[name], expected[name], s) for name, s in zip(expected, scales, strict=True)
-        )
-
-    # Errors of a loss may cancel over rows by luck: the scale is the sum of the rows' errors without signs.
-    loss = _worst(
-        sum(abs(a - b) for a, b in zip(rows, expected, strict=True)) / (abs(sum(expected)) or 1.0)
-        for rows, expected in zip(scale.row_losses, reference.row_losses, strict=True)
-    )
-    norm = _worst(_relative(a, b) for a, b in zip(scale.norms, reference.norms, strict=True))
-    gradient = _worst(worst(a, b) for a, b in zip(scale.gradients, reference.gradients, strict=True))
-    errors = [loss, norm, gradient, worst(scale.weights, reference.weights)]
-    return [BFLOAT16_FACTOR * error for error in errors]
-
-
-def _relative(value: float, reference: float) -> float:
-    return abs(value - reference) / (abs(reference) or 1.0)
-
-
-def _worst(errors: Iterable[float]) -> float:
-    worst = 0.0
-    for error in errors:
-        worst = _worse(worst, error)
-    return worst
-
-
-def _worse(a: float, b: float) -> float:
-    """The larger error; what is no number counts as infinite."""
-    return max(a if a == a else float("inf"), b if b == b else float("inf"))
-
-
 def _ranked(errors: dict[str, float], tolerance: float) -> tuple[Difference, ...]:
     ordered = sorted(errors.items(), key=lambda item: -item[1])
     return tuple(Difference(name, error, tolerance) for name, error in ordered)
-
-
-def _broadcast_floats(mesh: Mesh, values: list[float] | None, count: int) -> list[float]:
-    tensor = torch.tensor(
-        values if values is not None else [0.0] * count, dtype=torch.float64, device=mesh.device
-    )
-    return broadcast_(tensor, mesh.world, source=0).tolist()
-
-
-def _over_ranks(mesh: Mesh, errors: list[float]) -> list[float]:
-    """For each error the worst over all ranks."""
-    mine = torch.tensor([errors], dtype=torch.float64, device=mesh.device)
-    gathered = all_gather(mine, mesh.world)
-    return [_worst(column) for column in gathered.t().tolist()]

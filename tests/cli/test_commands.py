@@ -419,7 +419,7 @@ def test_verify_finds_a_wrong_gradient(gradient_off_by_a_millionth: str):
 
 
 def test_verify_prints_json_even_of_what_is_no_number(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fourfold.verify._tensor_error", lambda tensor, expected, scale: float("nan"))
+    monkeypatch.setattr("fourfold.reference._tensor_error", lambda tensor, expected, scale: float("nan"))
     result = fourfold_("verify", "--model", "tiny", "--layout", "dp1", "--steps", "1", "--json")
 
     def refuse(constant: str) -> None:

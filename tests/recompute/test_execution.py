@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fourfold.assembly import parallelize
 from fourfold.batch.rank_units import rank_units_
 from fourfold.batch.unit_specs import unit_specs
 from fourfold.build import UnitUse, build
@@ -16,7 +17,7 @@ from fourfold.initialize import initialize_
 from fourfold.layer.schedules import gpipe, one_forward_one_backward
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch, Piece
-from fourfold.parallel_model import ParallelModel, parallelize
+from fourfold.parallel_model import ParallelModel
 from fourfold.program import Kind, Program
 from fourfold.program.liveness import Block, peak_bytes
 from fourfold.recompute.plan import forwards, plan

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,28 @@ def refuse_without_weights(groups: Collection[UnitGroup], module: nn.Module, *_:
             )
 
 
+@dataclass(frozen=True)
+class Alike:
+    """What the parameters of a unit have in common.
+
+    Attributes:
+        home: the index of their block, or of the group of the rest.
+        is_trained: whether they need gradients.
+        dtype: what computation reads.
+        copies: how they stand on the tp axis.
+    """
+
+    home: int
+    is_trained: bool
+    dtype: torch.dtype
+    copies: Copies
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What the unit keeps them in: float32 or higher, where they are no integers."""
+        return master_dtype(self.dtype) if self.dtype.is_floating_point else self.dtype
+
+
 def unit_groups(
     module: nn.Module,
     blocks: Sequence[nn.Module],
@@ -131,36 +154,30 @@ def unit_groups(
     groups = [UnitGroup(name, block) for name, block in zip(names, blocks, strict=True)]
     groups.append(UnitGroup("what is in no block", module))
     homes = _homes(module, blocks)
-    members: dict[tuple[int, bool, torch.dtype, Copies], list[str]] = {}
+    members: dict[Alike, list[str]] = {}
     for name, parameter in named.items():
-        home = homes[id(parameter)]
         read = _dtype_read(name, parameter.dtype, dtype, float32)
-        index = home.pop() if len(home) == 1 else len(blocks)
-        key = (index, parameter.requires_grad, read, copies.get(name, Copies()))
-        members.setdefault(key, []).append(name)
+        alike = Alike(homes[id(parameter)], parameter.requires_grad, read, copies.get(name, Copies()))
+        members.setdefault(alike, []).append(name)
     # A parameter without dims counts as one row.
     shapes = [{name: tuple(named[name].shape) or (1,) for name in found} for found in members.values()]
-    cuts = cut_apart(shapes, [on_tp for *_, on_tp in members], ranks=mesh.shards.size, how=pieces)
-    for (index, _, read, on_tp), laid_out in zip(members, cuts, strict=True):
+    cuts = cut_apart(shapes, [alike.copies for alike in members], ranks=mesh.shards.size, how=pieces)
+    for alike, laid_out in zip(members, cuts, strict=True):
         values = {name: named.pop(name) for name in laid_out.order}
         unit = Unit(
-            groups[index].name,
+            groups[alike.home].name,
             values,
             sites,
             pieces=laid_out,
             placement=mesh.layout.placement,
             shards=mesh.shards,
-            replicas=mesh.sharing(*mesh.layout.replica_axes, copies=on_tp.summed),
-            dtype=read,
-            master_dtype=master_dtype(read) if read.is_floating_point else read,
+            replicas=mesh.sharing(*mesh.layout.replica_axes, copies=alike.copies.summed),
+            dtype=alike.dtype,
+            master_dtype=alike.master_dtype,
             device=mesh.device,
         )
-        groups[index].units.append(unit)
-        if initialize is None:
-            unit.load_(lambda name, values=values: _of_first_rank(values[name], mesh))  # type: ignore[misc]
-        else:
-            for owned in unit.owned:
-                initialize(owned.name, owned.first, unit.master[owned.part])
+        groups[alike.home].units.append(unit)
+        _set_values_(unit, values, mesh, initialize)
     _settle_buffers(module, mesh, initialize)
     return groups
 
@@ -214,8 +231,8 @@ def _check(
         raise UserError(*problems)
 
 
-def _homes(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """For each parameter by id, the blocks that it is in; ``len(blocks)`` stands for what is in no block."""
+def _homes(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, int]:
+    """For each parameter by id, the block that it is in; ``len(blocks)`` for one in none, or in several."""
     homes: dict[int, set[int]] = {}
     inside: set[int] = set()
     for index, block in enumerate(blocks):
@@ -226,7 +243,7 @@ def _homes(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]
         if id(part) not in inside:
             for parameter in part.parameters(recurse=False):
                 homes.setdefault(id(parameter), set()).add(len(blocks))
-    return homes
+    return {key: home.pop() if len(home) == 1 else len(blocks) for key, home in homes.items()}
 
 
 def _dtype_read(
@@ -237,6 +254,17 @@ def _dtype_read(
     if any(part in name for part in float32):
         return master_dtype(dtype or own)
     return dtype or own
+
+
+def _set_values_(
+    unit: Unit, values: Mapping[str, nn.Parameter], mesh: Mesh, initialize: Initialize | None
+) -> None:
+    """Give a unit its first values: written by ``initialize``, or those that the first rank came with."""
+    if initialize is None:
+        unit.load_(lambda name: _of_first_rank(values[name], mesh))
+        return
+    for owned in unit.owned:
+        initialize(owned.name, owned.first, unit.master[owned.part])
 
 
 def _of_first_rank(tensor: Tensor, mesh: Mesh) -> Tensor:

@@ -12,7 +12,7 @@ from fourfold.checkpoint import Saver, Saving, load_newest_
 from fourfold.checkpoint.folders import CHECKPOINTS
 from fourfold.checkpoint.ranks import messages_of_all, texts_of_all
 from fourfold.checkpoint.saving import STILL_SECONDS
-from fourfold.errors import RunStopped, UserError
+from fourfold.errors import RunPaused, RunStopped, UserError
 from fourfold.mesh import Mesh
 from fourfold.run_folder import writing
 from fourfold.specs import RunSpec
@@ -144,13 +144,15 @@ class Checkpoints:
         """The folder of the run, on all ranks."""
         return self._saving.checkpoints.parent
 
-    def after_step(self, trainer: Trainer, step: int, *, is_asked: bool = False) -> None:
+    def after_step(self, trainer: Trainer, step: int) -> None:
         """Begin to save if it is time; at the end of the run, which can be asked for, wait for it.
 
-        Raises RunStopped at the end, on all ranks, where the last checkpoint could not be written.
+        Raises on all ranks: RunPaused where the end was asked for, RunStopped where the last checkpoint could
+        not be written.
         """
-        saver, every = self._saver, self._run.checkpoint.every
-        is_end = is_asked or step == self._run.training.steps
+        saver, every, is_last = self._saver, self._run.checkpoint.every, step == self._run.training.steps
+        is_asked = trainer.is_asked_to_end and not is_last
+        is_end = is_asked or is_last
         saver.after_step()
         if is_end or (every and step % every == 0):
             # At the end nothing changes any more: no memory for a copy is needed.
@@ -162,6 +164,17 @@ class Checkpoints:
                 self._tell(f"there was {earlier}")
             if failed is not None:
                 raise RunStopped(failed)
+        if is_asked:
+            raise RunPaused(self._paused(step))
+
+    def _paused(self, step: int) -> str:
+        """Say that the run was asked to end, and how it goes on."""
+        run, folder = self._run, self.folder
+        place = "" if folder == Path(run.folder) else f" and --set folder={folder}"
+        return (
+            f"asked to end, saved after step {step} of {run.training.steps} in {folder}: to go on give the "
+            f"same command with --resume{place}"
+        )
 
     def settle(self) -> None:
         """Wait for what is being saved, before the run stops. All ranks call it."""

@@ -1,14 +1,18 @@
 """``fourfold train``: a training run, from its run file to its run folder."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fourfold.errors import RankFailed, UserError
 from fourfold.launch.rank import DEFAULT_TIMEOUT_SECONDS
+
+if TYPE_CHECKING:
+    from fourfold.data import Tokenizer
+    from fourfold.specs import RunSpec
 
 
 def train(
@@ -45,28 +49,14 @@ def train(
     ] = DEFAULT_TIMEOUT_SECONDS,
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the torchrun or Slurm job that it is in."""
-    from fourfold.checkpoint import check_hugging_face
     from fourfold.cli.train_rank import datasets, prepared_corpus, run_folder, train_on_rank
-    from fourfold.data import load_tokenizer
     from fourfold.doctor import device_type
     from fourfold.launch import check_local_ranks, joined_job, launch
-    from fourfold.loggers import check_loggers
-    from fourfold.outline import Step, outline
-    from fourfold.specs import RunSpec
 
     # Everything that can be wrong is looked at here, before any rank starts.
-    run = RunSpec.load(run_file, overrides or (), layout, init)
-    job = joined_job()
-    tokenizer = load_tokenizer(run.data.tokenizer)
-    run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
-    model = run.model.spec(tokenizer.vocab_size)
-    model.to_config()  # the checkpoint needs it in the end
-    outline(Step.of_run(run, model))  # the schedule fits, and so does a memory budget
-    check_loggers(run)
-    if run.model.init is not None:
-        check_hugging_face(Path(run.model.init), model, tell=lambda line: typer.echo(line, err=True))
+    run, tokenizer = checked_run(run_file, overrides or (), layout, init)
     folder = None
-    if job is None:
+    if joined_job() is None:
         device_type(run.layout.world_size)
         check_local_ranks(run.layout.world_size)
         datasets(run, prepared_corpus(run, tokenizer))
@@ -85,6 +75,30 @@ def train(
         )
 
     run_again(start, resume=resume, max_restarts=max_restarts)
+
+
+def checked_run(
+    run_file: Path, overrides: Sequence[str], layout: str | None, init: str | None
+) -> "tuple[RunSpec, Tokenizer]":
+    """Return the run that is asked for, and its tokenizer. Raises UserError where it cannot be done."""
+    from fourfold.checkpoint import check_hugging_face
+    from fourfold.data import load_tokenizer
+    from fourfold.launch import joined_job
+    from fourfold.loggers import check_loggers
+    from fourfold.outline import Step, outline
+    from fourfold.specs import RunSpec
+
+    run = RunSpec.load(run_file, overrides, layout, init)
+    job = joined_job()
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)
+    model = run.model.spec(tokenizer.vocab_size)
+    model.to_config()  # the checkpoint needs it in the end
+    outline(Step.of_run(run, model))  # the schedule fits, and so does a memory budget
+    check_loggers(run)
+    if run.model.init is not None:
+        check_hugging_face(Path(run.model.init), model, tell=lambda line: typer.echo(line, err=True))
+    return run, tokenizer
 
 
 def run_again(start: Callable[[bool], None], *, resume: bool, max_restarts: int) -> None:

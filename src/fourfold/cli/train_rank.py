@@ -1,7 +1,7 @@
 """A training run on one of its ranks: what surrounds ``fourfold.training.train``."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -11,7 +11,7 @@ from fourfold.checkpoint import about_files, check_hugging_face
 from fourfold.cli.checkpoints import Checkpoints, shared_folder, what_must_stay
 from fourfold.cli.prepare import prepare_with_bar
 from fourfold.cli.sample import sample_text
-from fourfold.cli.telling import telling
+from fourfold.cli.telling import Telling, telling
 from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, load_tokenizer
 from fourfold.doctor import chosen_here, device_type
 from fourfold.errors import RankFailed, RunPaused, RunStopped
@@ -28,6 +28,14 @@ from fourfold.training import Trainer, train
 def prepared_corpus(run: RunSpec, tokenizer: Tokenizer) -> Prepared:
     """Return the token files of the run, made now with a progress bar if they are not in the cache."""
     return prepare_with_bar(run.data, tokenizer)
+
+
+def shared_corpus(rank: Rank, run: RunSpec, tokenizer: Tokenizer) -> Prepared:
+    """Return the token files, made once on every node. Raises UserError where those of two nodes differ."""
+    rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
+    prepared = prepared_corpus(run, tokenizer)
+    rank.agree("the corpus", contents(prepared))
+    return prepared
 
 
 def datasets(run: RunSpec, prepared: Prepared) -> tuple[PackedDataset, PackedDataset]:
@@ -59,9 +67,7 @@ def train_on_rank(
     run = run.model_copy(update={"layout": choice.layout})
     what = what_is_run(run, model_spec, tokenizer)
     rank.connect(device_type=device, agree_on=what, timeout_seconds=timeout_seconds)
-    rank.once_per_node("preparing the data", lambda: prepared_corpus(run, tokenizer))
-    prepared = prepared_corpus(run, tokenizer)
-    rank.agree("the corpus", contents(prepared))
+    prepared = shared_corpus(rank, run, tokenizer)
     train_data, eval_data = datasets(run, prepared)
     if folder is None:
         folder = rank.on_first("making the run folder", lambda: run_folder(run, tokenizer, resume=resume))
@@ -90,49 +96,39 @@ def train_on_rank(
                 told.go_on(start, run_file)
             return start
 
-        def on_step(trainer: Trainer, step: int) -> None:
-            is_asked = trainer.is_asked_to_end and step < run.training.steps
-            checkpoints.after_step(trainer, step, is_asked=is_asked)
-            if is_asked:
-                raise RunPaused(_paused(step, checkpoints.folder, run))
-
-        try:
-            with stop.listening():
-                model = train(
-                    run,
-                    model_spec,
-                    mesh,
-                    train_data=train_data,
-                    eval_data=eval_data,
-                    on_report=told.report,
-                    on_init=partial(told.wait, "reading the first weights"),
-                    on_start=partial(told.started, data=train_data),
-                    resume=go_on,
-                    on_step=on_step,
-                    on_skip=told.line,
-                    on_stop=checkpoints.settle,
-                )
-        except (RunPaused, RankFailed):
-            raise  # what hung while a checkpoint was written would hang again
-        except RunStopped:
-            # The pictures show how it came to this, but what is told is why the run stopped. The other ranks
-            # wait for them: when one ends, a launcher ends all.
-            with suppress(RunStopped):
-                rank.on_first("drawing how the run went", told.draw_curves)
-            raise
+        with drawn_where_it_stops(rank, told), stop.listening():
+            model = train(
+                run,
+                model_spec,
+                mesh,
+                train_data=train_data,
+                eval_data=eval_data,
+                on_report=told.report,
+                on_init=partial(told.wait, "reading the first weights"),
+                on_start=partial(told.started, data=train_data),
+                resume=go_on,
+                on_step=checkpoints.after_step,
+                on_skip=told.line,
+                on_stop=checkpoints.settle,
+            )
     if checkpoints.start >= run.training.steps:
         told.line("nothing is left to do: give a larger training.steps to go on")
         return
     told.end(model, model_spec, train_data, lambda: _sample(run, model, tokenizer))
 
 
-def _paused(step: int, folder: Path, run: RunSpec) -> str:
-    """Say that the run was asked to end, and how it goes on."""
-    place = "" if folder == Path(run.folder) else f" and --set folder={folder}"
-    return (
-        f"asked to end, saved after step {step} of {run.training.steps} in {folder}: to go on give the same "
-        f"command with --resume{place}"
-    )
+@contextmanager
+def drawn_where_it_stops(rank: Rank, told: Telling) -> Iterator[None]:
+    """Draw the pictures of a run that stops, too: they show how it came to this."""
+    try:
+        yield
+    except (RunPaused, RankFailed):
+        raise  # what hung while a checkpoint was written would hang again
+    except RunStopped:
+        # What is told is why the run stopped. The other ranks wait: when one ends, a launcher ends all.
+        with suppress(RunStopped):
+            rank.on_first("drawing how the run went", told.draw_curves)
+        raise
 
 
 def _sample(run: RunSpec, model: ParallelModel, tokenizer: Tokenizer) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.cli.step_options import ModelName, Recompute
 from fourfold.cli.verify_text import HEADING, line, summary, table
 
 if TYPE_CHECKING:
@@ -19,44 +20,49 @@ MICROBATCHES_OF_ALL = 4
 """Of a sweep over all layouts: as many as the longest pipeline of 8 ranks in which the small presets fit."""
 
 
+RunFile = Annotated[
+    Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file; the data is made up.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="E.g. model.num_hidden_layers=3; may repeat."),
+]
+AllLayouts = Annotated[
+    bool, typer.Option("--all", help="Every layout of --ranks ranks that fits, one after the other.")
+]
+Shrink = Annotated[
+    bool, typer.Option("--shrink", help="Make the model small first, with the heads that the layout cuts.")
+]
+Batch = Annotated[
+    int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
+]
+Microbatches = Annotated[
+    int | None, typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp.")
+]
+Pieces = Annotated[
+    str | None, typer.Option(help="What a rank of fsdp owns: auto, blocks, matrices, rows or flat.")
+]
+Accumulate = Annotated[str | None, typer.Option(help="Over microbatches: pieces (small) or whole (fast).")]
+
+
 def verify(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file; the data is made up.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="E.g. model.num_hidden_layers=3; may repeat."),
-    ] = None,
+    run_file: RunFile = None,
+    model: ModelName = None,
+    overrides: Overrides = None,
     layout: Annotated[str | None, typer.Option(help="The layout on trial, e.g. dp4.")] = None,
-    all_layouts: Annotated[
-        bool, typer.Option("--all", help="Every layout of --ranks ranks that fits, one after the other.")
-    ] = False,
+    all_layouts: AllLayouts = False,
     ranks: Annotated[int | None, typer.Option(help="With --all: how many.")] = None,
-    shrink: Annotated[
-        bool,
-        typer.Option("--shrink", help="Make the model small first, with the heads that the layout cuts."),
-    ] = False,
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp.")
-    ] = None,
+    shrink: Shrink = False,
+    batch: Batch = None,
+    microbatches: Microbatches = None,
     steps: Annotated[int, typer.Option(help="SGD steps to compare.")] = 3,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: 64.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data. Default: 0.")] = None,
-    pieces: Annotated[
-        str | None, typer.Option(help="What a rank of fsdp owns: auto, blocks, matrices, rows or flat.")
-    ] = None,
+    pieces: Pieces = None,
     prefetch: Annotated[int | None, typer.Option(help="Segments gathered ahead of their use.")] = None,
-    accumulate: Annotated[
-        str | None, typer.Option(help="Over microbatches: pieces (small) or whole (fast).")
-    ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(help="Forwards that run again: none, full, every:2, sqrt, slots:3, min...")
-    ] = None,
+    accumulate: Accumulate = None,
+    recompute: Recompute = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each layout.")] = False,
 ) -> None:
     """Check that a layout computes what one process computes: loss, gradients, norm, weights, token counts.
