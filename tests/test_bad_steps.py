@@ -98,6 +98,7 @@ def trained(run: RunSpec, mesh: Mesh, data: SyntheticDataset) -> Result:
 @pytest.mark.parametrize("layout", ["dp2,tp2", "pp2,fsdp2"])
 def test_two_bad_steps_leave_no_trace(ranks: RankPool, layout: str) -> None:
     """What comes after equals a run whose data lacks these batches: weights, moments, bias correction."""
+    # MP-10, MP-11, RUN-03
     expected = ranks(4, without_the_two, layout)
     for found, reference in zip(ranks(4, spoiled_on, 3, layout, 2), expected, strict=True):
         losses, weights, updates, told = found

@@ -63,6 +63,7 @@ def test_ranks_with_uneven_and_with_no_valid_tokens(ranks: RankPool) -> None:
 
 def test_accumulation_does_not_change_the_numbers(ranks: RankPool) -> None:
     """The same 24 rows as 1, 3 and 12 microbatches a rank."""
+    # DP-13
     for microbatches in (1, 3, 12):
         outcome = compare(ranks, "dp2", "tiny", batch=24, microbatches=microbatches, dtype="float64")
         assert outcome.passes, outcome.to_json()

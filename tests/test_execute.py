@@ -241,6 +241,7 @@ def test_evaluation_is_the_loss_of_the_forwards_and_keeps_nothing() -> None:
 
 def test_activations_of_one_microbatch_at_a_time() -> None:
     """Accumulation over 8 equal microbatches keeps no more than one microbatch does, and nothing after it."""
+    # DP-10
     parallel = model_of("tiny")
     peaks = []
     for count in (1, 8):

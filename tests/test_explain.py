@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from fourfold.cli.tables import title
-from fourfold.explain import Explanation, explain
+from fourfold.explain import Explanation, explain, memory_of_rank
 from fourfold.memory import Category
 from fourfold.outline import Step
 from fourfold.specs import Layout, ModelSpec
@@ -40,6 +40,19 @@ def test_16384_ranks_hold_the_whole_model_once(largest: Explanation) -> None:
     assert sum(weights) / 16 == pytest.approx(mean, rel=0.02)
     assert [held.rest[Category.OPTIMIZER] for held in largest.memory] == [2 * held for held in weights]
     assert [held.rest[Category.GRADIENTS] for held in largest.memory] == weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_of_a_parameter"),
+    [("dp8", 18), ("fsdp8:zero1", 7.5), ("fsdp8:zero2", 4), ("fsdp8", 2)],
+)
+def test_bytes_of_a_parameter_between_steps(layout: str, bytes_of_a_parameter: float) -> None:
+    """2 of weights in bfloat16, 4 of masters, 4 of gradients, 8 of moments: of 8 ranks each has an eighth."""
+    # PLAN-02
+    spec = ModelSpec.preset("llama3-8b")
+    step = Step(spec, Layout.parse(layout), batch=8, sequence_length=128, microbatches=1, dtype="bfloat16")
+    held = memory_of_rank(step, 0, device_type="cuda").rest
+    assert sum(held.values()) == pytest.approx(bytes_of_a_parameter * spec.num_parameters, rel=0.02)
 
 
 def test_the_flops_of_the_largest_model(largest: Explanation) -> None:

@@ -34,6 +34,7 @@ MODEL = ModelSpec(
 
 
 def test_embedding_is_no_matmul_and_the_head_is_one_tied_or_not():
+    # MFU-01
     for tied in (False, True):
         forward = forward_flops(MODEL.replace({"tie_word_embeddings": tied}), S)
         weights = forward.embed + 8 * forward.layer_weights + forward.head
@@ -42,6 +43,7 @@ def test_embedding_is_no_matmul_and_the_head_is_one_tied_or_not():
 
 
 def test_grouped_heads_shrink_only_the_projections():
+    # MFU-03
     assert model_flops_per_token(MODEL, S) == 838_385_664
     assert model_flops_per_token(MODEL.replace({"num_key_value_heads": 16}), S) == 913_883_136
 
@@ -55,6 +57,7 @@ def test_attention_alone_computed_again():
 
 
 def test_sliding_window_is_exact():
+    # MFU-03
     window = MODEL.replace({"sliding_window": 512})
     # 448.125 keys a query on average: 512 x 513 / 2 of the first 512 queries, 512 for each other.
     assert model_flops_per_token(window, S) == 737_673_216 + 3 * 8 * 4 * 1024 * 448.125 == 781_725_696

@@ -212,6 +212,7 @@ def of_a_run(layout: str) -> tuple[StepFlops, list[TrafficRow], list[dict[str, f
 def test_the_same_work_has_the_same_flops_and_rank_0_sends_what_was_foreseen(
     ranks: RankPool, layout: str
 ) -> None:
+    # MFU-06
     alone, nothing, _ = of_a_run("dp1")
     assert nothing == []
     found = ranks(2, of_a_run, layout)

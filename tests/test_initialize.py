@@ -41,6 +41,7 @@ def test_any_box_is_bitwise_that_box_of_the_whole():
 
 def test_shards_differ():
     """Each rank that fills its own shard must not repeat the numbers of another."""
+    # RNG-02
     first = normal_box(0, "w", (8, 4), (slice(0, 4), slice(0, 4)))
     second = normal_box(0, "w", (8, 4), (slice(4, 8), slice(0, 4)))
     assert not torch.isin(first, second).any()

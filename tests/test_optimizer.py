@@ -119,6 +119,7 @@ def test_the_step_is_that_of_separate_parameters() -> None:
 @pytest.mark.parametrize("rate", [1e-3, 1.9e-3, 2e-3])
 def test_master_weights_move_where_bfloat16_would_not(rate: float) -> None:
     """One weight 1.0, constant gradient, 100 steps: about 1 - 100 x rate; pure bfloat16 stays at 1."""
+    # MP-01
     model = nn.LayerNorm(1, bias=False)
     unit = unit_of(model, torch.bfloat16)
     unit.master.fill_(1.0)
@@ -133,6 +134,7 @@ def test_master_weights_move_where_bfloat16_would_not(rate: float) -> None:
 
 def test_weight_decay_acts_on_master_weights() -> None:
     """0.9999 ** 1000 = 0.904833; in bfloat16 alone it would stay 1."""
+    # MP-02
     model = nn.Linear(1, 1, bias=False)
     unit = unit_of(model, torch.bfloat16)
     unit.master.fill_(1.0)

@@ -104,6 +104,7 @@ def test_the_last_logits_are_those_of_the_whole_model(ranks: RankPool, layout: s
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_masters_gradients_and_weights_have_their_precision(dtype: torch.dtype) -> None:
     """Computation in bfloat16 reads bfloat16, but updates, gradients and their sums are in float32."""
+    # MP-05
     parallel = parallelize(on_meta("tiny-qwen2"), mesh=Mesh(Layout()), dtype=dtype)
     high = torch.float32 if dtype is torch.bfloat16 else dtype
     assert master_dtype(dtype) is high

@@ -100,6 +100,7 @@ def made_and_loaded(layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], 
 
 @pytest.mark.parametrize("layout", ["tp4", "fsdp2,tp2"])
 def test_weights_are_made_in_pieces_and_go_in_and_out_whole(layout: str, ranks: RankPool) -> None:
+    # FS-04
     expected, _, refused = made_and_loaded("dp1")
     assert refused == "model.layers.0.mlp.up_proj.weight has the shape (30, 32), in the module (88, 32)"
     for made, loaded, message in ranks(4, made_and_loaded, layout):

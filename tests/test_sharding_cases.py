@@ -403,7 +403,7 @@ def mean_of_numbers(layout: str, accumulate: str) -> tuple[list[float], list[str
 @pytest.mark.parametrize("layout", ["dp2,fsdp2", "dp2,fsdp2:zero1", "dp2,fsdp2:zero2", "fsdp4", "dp4"])
 def test_replicas_sum_after_all_microbatches(ranks: RankPool, layout: str, accumulate: str) -> None:
     """1 to 4, then 5 to 8 on 4 ranks: 36/4 = 9 on all. With the replicas summed too early, 8 and 10."""
-    # FS-08, DP-17
+    # FS-08, DP-17, DP-11
     for gradient, all_reduces in ranks(4, mean_of_numbers, layout, accumulate):
         assert gradient == [9.0, 9.0]
         assert all_reduces == (["dp"] if "dp" in layout.split(",")[0] and layout != "fsdp4" else [])

@@ -66,6 +66,7 @@ def test_every_layout_trains_alike(ranks: RankPool) -> None:
 
 
 def test_evaluation_does_not_disturb_training(ranks: RankPool) -> None:
+    # RNG-06
     [(with_evaluation, _)] = ranks(1, reports_of, "dp1", {})
     [(without, _)] = ranks(1, reports_of, "dp1", {"evaluation": {"every": 0}})
     losses = [

@@ -143,6 +143,7 @@ def test_positions_counted_along_the_stream_need_all_of_it(kind: str) -> None:
 
 def test_dropout_is_refused_in_training() -> None:
     """Before anything is cut, or, of what trains later, when it is called; not in evaluation."""
+    # RNG-05
     net = Net()
     net.branches[1][1].p = 0.5
     message = (

@@ -108,6 +108,7 @@ def saved(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_to_any(world_size: int, saved: tuple[str, dict[str, str], str], ranks: RankPool):
+    # OPT-04
     optimizer, layouts, folder = saved
     for layout, pieces in layouts.items():
         if ranks_of(layout) == world_size:

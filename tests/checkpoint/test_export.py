@@ -64,6 +64,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_and_out_again_is_the_same_model(family: str, tmp_path: Path) -> None:
     """Bitwise, and transformers has nothing missing and nothing left over."""
+    # HF-04
     model_of(family).save_pretrained(tmp_path / "theirs")
     spec = ModelSpec.from_config(tmp_path / "theirs")
     trainer = trainer_of(run_spec("dp1"), spec)
@@ -167,6 +168,7 @@ def test_the_vocabulary_is_the_models_own_whatever_the_tokenizer_and_the_ranks(
     tmp_path: Path, ranks: RankPool
 ) -> None:
     """Three numbers that others mix up: 10 tokens, 13 rows, and the 15 that three ranks would fill up to."""
+    # HF-11
     sizes = {"vocab_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 42}
     model_of("qwen3", **sizes).save_pretrained(tmp_path / "theirs")
     answers = ranks(3, rows_exported, tmp_path)
@@ -227,6 +229,7 @@ def test_the_tokenizer_goes_along(kind: str, tmp_path: Path) -> None:
 
 def test_what_is_in_the_folder_already(tmp_path: Path) -> None:
     """An earlier export makes room once the new one is complete; anything else is left alone."""
+    # HF-10
     checkpoint_of(tmp_path, seed=5, step=5)
     target = tmp_path / "model"
     target.mkdir()

@@ -88,6 +88,7 @@ def test_weights_and_logits_are_those_of_transformers(
     layout: str, folders: dict[str, Path], ranks: RankPool
 ) -> None:
     """Llama, Qwen2, Qwen3, Mistral; kinds of RoPE, biases, tied or not, heads of any size, many files."""
+    # HF-01
     for answer in ranks(Layout.parse(layout).world_size, imported, layout, folders):
         for family, (weights, logits, times_read) in answer.items():
             theirs = model_of(family)
@@ -156,6 +157,7 @@ def read_on_ranks(layout: str, folder: Path, spec: ModelSpec) -> str:
 )
 def test_tied_or_not_and_with_a_head_or_without(tied: bool, head: str, outcome: str, tmp_path: Path) -> None:
     """Seen in THUDM/slime#345 and others: a random head, or an error in one size of a model only."""
+    # HF-02
     weights = saved(tmp_path, tied=tied)
     weights.pop(HEAD, None)
     if head != "absent":
@@ -236,6 +238,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 def test_an_index_and_its_files(tmp_path: Path) -> None:
     """A file that is gone, one too many, weights that lie elsewhere, other names than usual."""
+    # HF-10
     model_of("qwen2").save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / INDEX).read_text())
     names = sorted(set(index["weight_map"].values()))

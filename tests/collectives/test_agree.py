@@ -154,6 +154,7 @@ CASES = [
 
 @pytest.mark.parametrize(("function", "op", "first", "second"), CASES)
 def test_mismatch(ranks: RankPool, function: Callable[[], str], op: str, first: str, second: str) -> None:
+    # COL-06
     expected = f"ranks disagree on axis dp, here in {op}:\n  rank 0: {first}\n  rank 1: {second}"
     assert ranks(2, function, limit_seconds=20) == [expected] * 2
 

@@ -186,11 +186,13 @@ def test_backward_is_the_conjugate(ranks: RankPool, world_size: int) -> None:
 
 
 def test_strided_gradient(ranks: RankPool) -> None:
+    # COL-03
     # pytorch/pytorch#120386: torch's own all_gather gives [[2, 4], [2, 4]] and [[6, 8], [6, 8]].
     assert ranks(2, case_of_strided_gradient) == [[[2.0, 2.0], [4.0, 4.0]], [[6.0, 6.0], [8.0, 8.0]]]
 
 
 def test_replicated_loss_counts_once(ranks: RankPool) -> None:
+    # COL-04
     # pytorch/xla#2989: x = 1 on 4 ranks, loss = sum of x on every rank. Once: 1. A loss of each rank's own,
     # through copy_to: 4.
     assert ranks(4, case_of_replicated_loss) == [[1.0, 4.0]] * 4

@@ -240,6 +240,7 @@ def test_ways_of_nccl(ranks: RankPool) -> None:
 
 
 def test_strided_column_is_broadcast(ranks: RankPool) -> None:
+    # COL-01
     # pytorch/pytorch#192920: gloo alone leaves [1, 12] on rank 1.
     assert ranks(2, column_of_case) == [[1.0, 11.0]] * 2
 

@@ -163,6 +163,7 @@ def test_ways_of_nccl(ranks: RankPool) -> None:
 
 
 def test_strided_column_is_summed(ranks: RankPool) -> None:
+    # COL-01
     # pytorch/pytorch#192920: gloo alone leaves [3, 11] and [3, 12].
     assert [result.tolist() for result in ranks(2, column_of_case)] == [[[3.0, 99.0], [23.0, 99.0]]] * 2
 

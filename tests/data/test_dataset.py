@@ -73,6 +73,7 @@ def test_sequences_overlap_by_one_token() -> None:
     ("num_tokens", "length"), [(9, 4), (8, 4), (5, 4), (100, 7), (99, 7), (2, 1), (3, 1)]
 )
 def test_number_of_sequences(num_tokens: int, length: int) -> None:
+    # DATA-15
     data = PackedDataset(Tokens([1] * num_tokens), sequence_length=length, seed=0)
     assert data.num_sequences == (num_tokens - 1) // length
     assert data.rows(0, data.num_sequences, range(data.num_sequences)).input_ids_BS.shape[1] == length
@@ -102,6 +103,7 @@ def test_document_that_goes_on_in_the_next_sequence() -> None:
 
 
 def test_end_of_text_is_a_label_whatever_its_id() -> None:
+    # DATA-11
     # The end of text may have the id of an ordinary token or of padding: masks go by place, not by id.
     data = PackedDataset(Tokens([5, 6, 5], [5, 5], [5, 1, 1]), sequence_length=5, seed=0)
     assert data.rows(0, 1, range(1)).labels_BS.tolist() == [[6, 5, IGNORE, 5, IGNORE]]
@@ -150,6 +152,7 @@ def test_packing_equals_its_definition(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_in_a_later_epoch_goes_on_in_its_order(world: int) -> None:
+    # DATA-01
     # 10 sequences, batches of 2, stopped after batch 3 of the second epoch: a new data set goes on the same.
     whole = drawn(numbered(10), range(20), 2)
     assert drawn(numbered(10), range(8, 20), 2, parts=world) == whole[16:]
@@ -159,6 +162,7 @@ def test_resuming_in_a_later_epoch_goes_on_in_its_order(world: int) -> None:
 
 
 def test_resuming_at_the_end_of_an_epoch_and_at_the_start() -> None:
+    # DATA-02
     whole = drawn(numbered(100), range(40), 10)
     assert drawn(numbered(100), range(20, 40), 10) == whole[200:]
     assert [sorted(whole[start : start + 100]) for start in (200, 300)] == [list(range(100))] * 2
@@ -166,6 +170,7 @@ def test_resuming_at_the_end_of_an_epoch_and_at_the_start() -> None:
 
 
 def test_resuming_in_the_middle_of_an_epoch_skips_nothing_later() -> None:
+    # DATA-04
     data = numbered(8)
     resumed = drawn(data, range(5, 16), 1)
     assert sorted(drawn(numbered(8), range(5), 1) + resumed[:3]) == list(range(8))
@@ -176,6 +181,7 @@ def test_resuming_in_the_middle_of_an_epoch_skips_nothing_later() -> None:
 
 @pytest.mark.parametrize("world", [4, 2, 1])
 def test_other_number_of_ranks_continues_with_the_same_sequences(world: int) -> None:
+    # DATA-05
     before = drawn(numbered(16), range(4), 4, parts=4)
     assert drawn(numbered(16), range(2, 4), 4, parts=world) == before[8:]
     assert sorted(before) == list(range(16))
@@ -189,6 +195,7 @@ def test_batch_straddles_epochs_and_may_exceed_them() -> None:
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
+    # DATA-14
     data = numbered(50, seed=1)
     orders = {
         (seed, epoch): tuple(numbered(50, seed=seed).order(epoch)) for seed in range(3) for epoch in (0, 1)

@@ -49,6 +49,7 @@ def test_type_of_the_ids_holds_the_last_one(tmp_path: Path, vocab_size: int, dty
 
 
 def test_wide_ids_do_not_wrap_around(tmp_path: Path) -> None:
+    # DATA-13
     file = write(tmp_path / "a", [70000], vocab_size=119547, end_of_text=2)
     assert file.tokens.tolist() == [70000, 2]
     header = json.loads((tmp_path / "a").read_bytes()[: tokens.HEADER_BYTES])

@@ -136,6 +136,7 @@ def prepare_longer_than_a_collective_may_take(rank: Rank) -> int:
 
 def test_preparation_may_take_longer_than_a_collective(capfd: pytest.CaptureFixture[str]):
     """Seen in huggingface/accelerate#2528: the other ranks waited in a collective and timed out."""
+    # RUN-02
     assert run_on_local_ranks(3, prepare_longer_than_a_collective_may_take) == 3
     seconds = re.findall(MESSAGE, capfd.readouterr().err)  # who came first may have waited for the others
     assert 1 <= len(seconds) == len(set(seconds)) <= 2, "one rank alone says it"
@@ -248,6 +249,7 @@ def test_a_bug_shows_the_traceback_of_its_rank():
 
 
 def test_ranks_that_would_run_different_things_are_named():
+    # RUN-05
     with pytest.raises(UserError) as caught:
         run_on_local_ranks(2, differ)
     assert caught.value.messages == (

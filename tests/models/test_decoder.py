@@ -78,6 +78,7 @@ def test_loss_is_the_sum_over_the_valid_tokens():
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_packed_documents_are_as_if_alone(window):
+    # DATA-10
     spec = ModelSpec.preset("tiny").replace({"sliding_window": window})
     model = decoder(spec)
     both = pack(((3, 5),), spec.vocab_size)

@@ -19,6 +19,7 @@ def test_a_uniform_guess_costs_the_logarithm_of_the_vocabulary():
 
 @pytest.mark.parametrize("vocab_size", [11, CHUNK_ELEMENTS // 3])
 def test_sum_and_gradient_over_many_chunks(vocab_size):
+    # PLAN-03
     torch.manual_seed(0)
     tokens = 2 * (CHUNK_ELEMENTS // vocab_size) + 1
     logits = torch.randn(1, tokens, vocab_size, dtype=torch.float64, requires_grad=True)

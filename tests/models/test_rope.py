@@ -23,6 +23,7 @@ def with_scaling(scaling, **fields):
 
 
 def test_llama3_ratios():
+    # HF-05
     fields = {"head_dim": 128, "rope_theta": 500000.0, "max_position_embeddings": 131072}
     plain = inverse_frequencies(TINY.replace(fields), torch.float64)
     ratio = inverse_frequencies(with_scaling(LLAMA3, **fields), torch.float64) / plain

@@ -89,6 +89,7 @@ def oracle(spec):
     ],
 )
 def test_logits_and_gradients(family, fields):
+    # HF-07
     spec = spec_of(**fields)
     model, theirs = Decoder(spec), oracle(spec)
     assert type(theirs).__name__ == f"{family}ForCausalLM"
@@ -158,6 +159,7 @@ def test_logits_with_each_kind_of_scaling(kind):
 
 
 def test_logits_at_position_3000_with_llama3_scaling():
+    # HF-04
     spec = spec_of(
         head_dim=16,
         max_position_embeddings=8192,

@@ -51,6 +51,7 @@ def test_tapes_are_what_autograd_saves(name: str, dtype: torch.dtype) -> None:
 
 
 def test_ranks_of_cp_and_tp_hold_less() -> None:
+    # PLAN-08
     spec = ModelSpec.preset("tiny")
     whole = decoder_blocks(BlockSizes(spec, 2, 64, itemsize=4))
     for cp, tp in ((2, 1), (1, 2)):

@@ -54,6 +54,7 @@ def verified(layout: str, models: list[ModelSpec], data: WrittenRows) -> list[Ve
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_windows_and_grouped_heads(ranks: RankPool, layout: str) -> None:
     """With 1, 2 and 4 key/value heads, with and without a window, in float64."""
+    # DP-14
     found = ranks(Layout.parse(layout).world_size, verified, layout, MODELS, WrittenRows(ROWS))
     assert all(of_rank == found[0] for of_rank in found)
     for outcome in found[0]:

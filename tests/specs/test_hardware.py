@@ -24,6 +24,7 @@ from fourfold.specs.hardware import accelerator
     ],
 )
 def test_bfloat16(device, tflops):
+    # MFU-04
     assert dense_peak_flops(device, "bfloat16") == tflops * 1e12
 
 
@@ -49,6 +50,7 @@ def test_other_dtypes():
     ],
 )
 def test_unknown_devices_have_no_peak(device):
+    # MFU-04
     assert dense_peak_flops(device, "bfloat16") is None
 
 

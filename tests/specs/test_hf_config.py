@@ -88,6 +88,7 @@ def test_export_is_read_back_equal_and_has_transformers_parameters(spec):
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("scheme", ["type", "rope_type", "rope_parameters"])
 def test_rope_scaling_in_every_scheme(kind, scheme):
+    # HF-05
     numbers = SCALINGS[kind]
     if scheme == "rope_parameters":
         rope = {"rope_parameters": {"rope_type": kind, "rope_theta": 500000.0, **numbers}}
@@ -133,6 +134,7 @@ def test_biases_and_norms_follow_from_the_model_type():
 
 
 def test_head_size_null_and_explicit():
+    # HF-08
     assert ModelSpec.from_config(config(head_dim=None)).head_dim == 6
     assert ModelSpec.from_config(config(head_dim=16)).head_dim == 16
 

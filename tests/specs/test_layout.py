@@ -186,6 +186,7 @@ def test_the_option_of_pp_is_a_schedule():
 
 
 def test_the_batch_never_changes_silently():
+    # PLAN-05
     assert problems("dp4", batch=6) == [
         "dp=4 does not divide batch=6 (Batch axis): use batch=4 or 8, or dp=1, 2, 3 or 6"
     ]
@@ -265,6 +266,7 @@ def test_all_problems_at_once():
 
 def test_layouts_that_pass_can_be_built_and_advice_works():
     """Over a grid of odd sizes: no problem exactly when all rules hold, and each suggestion passes."""
+    # PLAN-06
     grid = itertools.product((3, 4, 7), (6, 8), (1, 2, 3, 8), (11, 64), (1, 2, 3, 4, 6, 8))
     passed = 0
     for layers, heads, kv_heads, length, degree in grid:
