@@ -50,26 +50,23 @@ def sent_bytes(event: Event, axis_size: int) -> float:
     return factors[event.op] * event.bytes
 
 
+def rounds(op: str, ranks: int) -> int:
+    """How many messages of a collective come one after another, each of which takes a latency.
+
+    Those of a ring, as NCCL sends large messages; the sum over all goes over a tree and back where that is
+    fewer.
+    """
+    ring, tree = ranks - 1, math.ceil(math.log2(ranks))
+    return {"all_reduce": 2 * min(ring, tree), "send": 1, "recv": 1, "barrier": tree}.get(op, ring)
+
+
 def seconds(event: Event, axis_size: int, *, bytes_per_second: float, latency_seconds: float) -> float:
     """Return the time of a collective: a latency for each round, and its bytes at the speed of the link.
 
-    ``bytes_per_second`` is what a rank can send in one direction while it receives as much. The rounds are
-    those of a ring, or of a tree for broadcast, reduce and barrier.
+    ``bytes_per_second`` is what a rank can send in one direction while it receives as much.
     """
-    ring, tree = axis_size - 1, math.ceil(math.log2(axis_size))
-    rounds = {
-        "all_reduce": 2 * ring,
-        "reduce_scatter": ring,
-        "all_gather": ring,
-        "all_to_all": ring,
-        "broadcast": tree,
-        "reduce": tree,
-        "send": 1,
-        "recv": 1,
-        "barrier": tree,
-    }
     on_the_link = event.bytes if event.op == "recv" else sent_bytes(event, axis_size)
-    return rounds[event.op] * latency_seconds + on_the_link / bytes_per_second
+    return rounds(event.op, axis_size) * latency_seconds + on_the_link / bytes_per_second
 
 
 def counted(events: Iterable[Event]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -21,7 +21,7 @@ from fourfold.planner.calibration import (
     MeasuredUpdate,
     interpolated,
 )
-from fourfold.traffic import Event
+from fourfold.traffic import Event, rounds
 from fourfold.traffic import seconds as formula_seconds
 
 ALIGNED, MISALIGNED = 8, 3.0
@@ -191,7 +191,8 @@ class Machine:
         """The time of a collective over ``ranks`` ranks that stand ``stride`` apart.
 
         Through several levels a message goes in parts at the same time, so the slowest level decides;
-        the ranks of a group that are near one another share what their links carry to the next level.
+        the ranks of a group that are near one another share what their links carry to the next level. A
+        round of a ring goes over all links at once, and takes the latency of the farthest.
         """
         if ranks == 1:
             return 0.0
@@ -199,21 +200,17 @@ class Machine:
         is_message = event.op in ("send", "recv")  # between two neighbours: the farthest pair decides
         if self.collectives and (measured := self._measured_collective(event, ranks, near)) is not None:
             return measured
-        longest, inside = 0.0, 1
+        longest, latency, inside = 0.0, 0.0, 1
         for level in self.levels:
             reached = ranks if level.ranks == 0 else min(ranks, max(1, level.ranks // stride))
             parts = -(-reached // inside)
             shared = 1 if is_message else inside
             if parts > 1:
-                found = formula_seconds(
-                    event,
-                    parts,
-                    bytes_per_second=level.bytes_per_second * shared,
-                    latency_seconds=level.latency_seconds,
-                )
-                longest = max(longest, found)
+                speed = level.bytes_per_second * shared
+                found = formula_seconds(event, parts, bytes_per_second=speed, latency_seconds=0.0)
+                longest, latency = max(longest, found), level.latency_seconds
             inside = max(inside, reached)
-        return longest + self.launch_seconds
+        return longest + rounds(event.op, ranks) * latency + self.launch_seconds
 
     def _measured_collective(self, event: Event, ranks: int, near: int) -> float | None:
         table = self._collective_table.get((event.op, ranks, near))
