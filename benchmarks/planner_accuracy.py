@@ -10,40 +10,17 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
-
-from benchmarks.published_runs import PublishedRun, Row, model_of, published, rows
+from benchmarks.planner_sweeps import Scored, order, order_lines
+from benchmarks.published_runs import PublishedRun, model_of, published, rows
+from benchmarks.published_software import Row
 from fourfold.flops import Convention, model_flops_per_token
 from fourfold.planner.fits import USABLE
 from fourfold.planner.plans import Question
 from fourfold.planner.search import Search
-from fourfold.planner.step_time import StepTime, StepTimes
-
-LEAST_OF_A_SWEEP = 4
-"""Layouts that a sweep has at least, for an order and a choice to mean something."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A published run with its prediction."""
-
-    run: PublishedRun
-    time: StepTime
-
-    @property
-    def ratio(self) -> float:
-        """Predicted by measured."""
-        assert self.run.seconds is not None
-        return self.time.total / self.run.seconds
-
-    @property
-    def error(self) -> float:
-        """Relative."""
-        return self.ratio - 1
+from fourfold.planner.step_time import StepTimes
 
 
 def main() -> None:
@@ -123,7 +100,7 @@ def score() -> dict[str, Any]:
             key: errors([one.error for one in group])
             for key, group in sorted(grouped(rest, by["stack"]).items())
         },
-        "sweeps": sweeps(everything),
+        "sweeps": order(everything),
         "memory": memory(),
         "flops": flops(),
     }
@@ -155,54 +132,6 @@ def with_factors(table: Sequence[Scored], of: Callable[[Scored], str]) -> list[f
     return found
 
 
-def sweeps(table: Sequence[Scored]) -> dict[str, Any]:
-    """How well layouts of one model on the same devices are put in order, and what the first one loses."""
-
-    def of(one: Scored) -> str:
-        row = one.run.row
-        names = ("source", "model", "seq_len", "gpu", "n_gpus", "precision")
-        return " ".join(row[name] for name in names)
-
-    correlations, regrets = {}, {}
-    for key, group in grouped(table, of).items():
-        # One layout may be there several times, with other software or on another day: its best counts.
-        best: dict[tuple[object, ...], Scored] = {}
-        for one in group:
-            step = one.run.step
-            known = best.get(key_of := (str(step.layout), step.rows, step.batch, str(step.recompute)))
-            if known is None or rate(one) > rate(known):
-                best[key_of] = one
-        layouts = list(best.values())
-        if len(layouts) < LEAST_OF_A_SWEEP:
-            continue
-        measured = [rate(one) for one in layouts]
-        predicted = [rate(one) / one.ratio for one in layouts]
-        correlations[key] = _rank_correlation(measured, predicted)
-        chosen = measured[predicted.index(max(predicted))]
-        regrets[key] = max(measured) / chosen - 1
-    values = sorted(regrets.values())
-    return {
-        "sweeps": len(values),
-        "rank_correlation_median": median(correlations.values()),
-        "rank_correlation_mean": mean(correlations.values()),
-        "regret_median": median(values),
-        "regret_90th_percentile": float(np.quantile(values, 0.9)),
-        "by_sweep": {key: [correlations[key], regrets[key]] for key in correlations},
-    }
-
-
-def rate(one: Scored) -> float:
-    """Tokens a second, as measured."""
-    assert one.run.seconds is not None
-    return one.run.step.batch * one.run.step.sequence_length / one.run.seconds
-
-
-def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's."""
-    places = [np.argsort(np.argsort(values)).astype(np.float64) for values in (one, other)]
-    return float(np.corrcoef(places[0], places[1])[0, 1])
-
-
 def memory() -> dict[str, Any]:
     """Published peaks against what is predicted; and runs out of memory told from those that fit.
 
@@ -223,7 +152,7 @@ def memory() -> dict[str, Any]:
                 practice=run.practice,
             )
         )
-        plan = search.plan(run.step)
+        plan = search.plans([run.step])[0]
         if row["tier"] == "oom":
             fits = plan.memory.reserved <= USABLE * run.machine.memory_bytes
             told["out of memory, and predicted to fit" if fits else "out of memory, as predicted"] += 1
@@ -274,11 +203,8 @@ def text(found: dict[str, Any]) -> str:
         _line("complete rows beside the gold ones", found["rest"]),
         *(_line(f"  {name}", value) for name, value in found["rest_by_stack"].items()),
     ]
-    sweep = found["sweeps"]
     lines += [
-        f"{sweep['sweeps']} sweeps: rank correlation {sweep['rank_correlation_median']:.2f} (median), "
-        f"{sweep['rank_correlation_mean']:.2f} (mean); regret {sweep['regret_median']:.1%} (median), "
-        f"{sweep['regret_90th_percentile']:.1%} (90th percentile)",
+        *order_lines(found["sweeps"]),
         _line("peak memory", found["memory"]["peaks"]),
         f"out of memory: {found['memory']['out_of_memory']}",
         f"FLOPs within 1%: {found['flops']['within_1_percent']:.1%} of {found['flops']['rows']} rows, "

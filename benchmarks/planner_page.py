@@ -9,7 +9,8 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.planner_accuracy import Scored, gold, grouped, score, scored
+from benchmarks.planner_accuracy import gold, grouped, score, scored
+from benchmarks.planner_sweeps import Scored
 
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 PICTURE = PAGE.with_suffix(".png")

@@ -10,15 +10,16 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from benchmarks.published_software import Row, chunks_of, practice_of, stack_of
 from fourfold.errors import UserError
 from fourfold.outline import Step
 from fourfold.planner.catalogue import BUS_LATENCY, LINK_SHARE, NETWORK_SHARE, machine
-from fourfold.planner.compute import Practice
 from fourfold.planner.machine import Level, Machine
 from fourfold.planner.plans import POLICIES, Question
+from fourfold.planner.practice import Practice
 from fourfold.planner.search import Search
+from fourfold.planner.stages import most_stages
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 
@@ -30,7 +31,9 @@ GPT2_VOCABULARY = 50304
 BUS_BYTES_PER_SECOND = 31e9
 """Of PCIe 4, between boards of devices that their links do not join."""
 
-Row = dict[str, str]
+OMNI_PATH_SHARE = 0.4
+"""Of an adapter's line rate, what NCCL reached on Jean Zay: 40.5 of 100 Gb/s in a ring over four nodes of
+A100 through one adapter, 54 to 85 through two on V100 (BigScience, ``experiments/bandwidth``)."""
 
 
 class PlainModel(ModelSpec):
@@ -71,25 +74,6 @@ def rows() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def stack_of(source: str) -> str:
-    """One name for the pages of one project."""
-    names = {
-        "llm-foundry": "llm-foundry",
-        "dgxc-benchmarking maxtext": "MaxText",
-        "dgxc-benchmarking paxml": "PaxML",
-        "dgxc-benchmarking": "NeMo (dgxc)",
-        "Megatron-Bridge": "Megatron-Bridge",
-        "bigscience": "Megatron-DeepSpeed",
-        "Zero Bubble": "Megatron (zero bubble)",
-        "InternLM": "InternEvo",
-        "Megatron-LM": "Megatron-LM",
-        "Automodel": "Automodel",
-        "ModelZoo": "Megatron MoE ModelZoo",
-        "gpt-neox": "GPT-NeoX",
-    }
-    return next((name for part, name in names.items() if part in source), source.split("/")[0][:30])
-
-
 def published(row: Row) -> PublishedRun | str:
     """A row as a step, or why it is none."""
     return _published(tuple(row.items()))
@@ -107,72 +91,23 @@ def _published(items: tuple[tuple[str, str], ...]) -> PublishedRun | str:
         return f"no such layout: {error.messages[0][:60]}"
     except ValueError:
         return "a size is not given"
+    practice = practice_of(row)
+    most = most_stages(step.spec.num_hidden_layers, practice.dealt)
     # The schedule itself is made by the planner, with fewer microbatches.
     if problems := step.layout.problems(
-        step.spec,
+        step.spec.replace({"num_hidden_layers": most}),
         batch=step.batch,
         microbatches=step.microbatches,
         sequence_length=step.sequence_length,
         world_size=None,
     ):
         return f"no such layout: {problems[0][:60]}"
-    float8 = "fp8" in row["precision"]
     if row["precision"] == "nvfp4":
         return "products in 4 bits"
     if "offload" in row["notes"]:
         return "state on the host"
-    practice = Practice(
-        products="float8" if float8 else None,
-        compiled=row["compile"] == "1",
-        **kernels_of(row),
-        sends_wait=_waits_for_messages(row),
-        logits_again=False,
-        reduced_itemsize=2 if row["zero_stage"] in ("2", "3") else 4,
-    )
     devices = machine_of(row)
     return PublishedRun(row, _fitting(step, row, devices), devices, practice, _seconds(row))
-
-
-_EARLY = {"fragmentation": 0.12}
-_FLOAT16 = {"gradient_bytes": 2, "owned_gradient_bytes": 4}
-
-
-def _waits_for_messages(row: Row) -> bool:
-    """Megatron's 1F1B waits for each message, and before 2024 its interleaved schedule did so too."""
-    stack, schedule = stack_of(row["source"]), row["schedule"]
-    if stack in ("Megatron-DeepSpeed", "GPT-NeoX", "Megatron (zero bubble)"):
-        return not schedule.startswith("zb")
-    return stack in ("NeMo (dgxc)", "Megatron-Bridge", "Megatron-LM") and schedule == "1f1b"
-
-
-def kernels_of(row: Row) -> dict[str, Any]:
-    """What the software of a row had, by its release.
-
-    FlashAttention 3, and cuDNN's of that speed, is of 2024. llm-foundry's tables are of 2023 and ran Triton's
-    kernel, which ALiBi needed: 0.6 of FlashAttention 2 on A100, and on H100, for which it was not written, a
-    third of FlashAttention 3 (Dao, arXiv:2307.08691, figures 4 to 7). Which kernel it was the tables do not
-    say: their long rows do, whose time is attention. Megatron-DeepSpeed and GPT-NeoX are of 2022 and wrote
-    scores to memory. The recipes of NeMo and Megatron-Bridge overlap tp's collectives with products, which
-    hides 60 to 70%. The paper on zero bubbles keeps scores too: table 1 has sbh (34 + 5as/h) bytes a layer.
-
-    Megatron and DeepSpeed keep gradients of float16 as such, and their optimizers a copy in float32 of what
-    they own (4 + 16 / dp bytes a parameter); DeepSpeed those of bfloat16 as such and in float32.
-
-    Before expandable segments (PyTorch 2.1, end of 2023) an allocator reserved 5 to 20% more than was in use.
-    """
-    stack = stack_of(row["source"])
-    if stack == "llm-foundry":
-        return {"attention": 0.33 if row["gpu"].startswith("H100") else 0.6, **_EARLY}
-    if stack in ("Megatron-DeepSpeed", "GPT-NeoX"):
-        gradients = {"gradient_bytes": 6} if row["precision"].startswith("bf16") else _FLOAT16
-        return {"fused_attention": False, **gradients, **_EARLY}
-    if stack == "Megatron (zero bubble)":
-        return {"fused_attention": False, **_FLOAT16, **_EARLY}
-    if stack == "InternEvo":
-        return _EARLY
-    if stack in ("NeMo (dgxc)", "Megatron-Bridge", "Megatron-LM"):
-        return {"tp_hidden": 0.65}
-    return {}
 
 
 def model_of(row: Row) -> ModelSpec | str:
@@ -229,6 +164,11 @@ def _step(row: Row, spec: ModelSpec) -> Step:
     else:  # Megatron's distributed optimizer is ZeRO-1
         dp, fsdp = 1, replicas
         options["fsdp"] = "zero1"
+        if stage == "0":
+            dp, fsdp = replicas, 1
+        elif match := re.search(r"zero1 (?:optimizer shard )?group (\d+)", row["notes"]):
+            fsdp = min(int(match[1]), replicas)
+            dp = replicas // fsdp
     if stage == "2":
         options["fsdp"] = "zero2"
     pp, tp, cp = int(row["pp"] or 1), int(row["tp"] or 1), int(row["cp"] or 1)
@@ -272,13 +212,11 @@ def _fitting(step: Step, row: Row, devices: Machine) -> Step:
 
 
 def _schedule(row: Row) -> str:
-    chunks = int(row["vpp_chunks"] or 1)
     if row["schedule"].startswith("zb"):
         return "zb-h2" if row["schedule"] == "zb-2p" else "zb-h1"
     if row["schedule"] == "gpipe":
         return "gpipe"
-    if row["schedule"].startswith("interleaved"):
-        return f"interleaved{max(chunks, 2)}"  # where a source does not say how many, the least
+    chunks = chunks_of(row)
     return f"interleaved{chunks}" if chunks > 1 else "1f1b"
 
 
@@ -305,7 +243,8 @@ def machine_of(row: Row) -> Machine:
 def _network(text: str, node: int) -> float | None:
     """Bytes per second for each device, None where a row does not say."""
     if match := re.match(r"(\d+)x(\d+) Gb/s", text):
-        return int(match[1]) * int(match[2]) / 8e-9 / node * NETWORK_SHARE
+        share = OMNI_PATH_SHARE if "Omni-Path" in text else NETWORK_SHARE
+        return int(match[1]) * int(match[2]) / 8e-9 / node * share
     if match := re.match(r"(\d+) Gb/s per node", text):
         return int(match[1]) / 8e-9 / node * NETWORK_SHARE
     if match := re.match(r"(\d+)x(\d+) GB/s", text):

@@ -1,8 +1,10 @@
 """The planner is as near to published runs as ``docs/planner.md`` says; and the table is read rightly."""
 
+from collections import Counter
 from statistics import mean, median
 
 from benchmarks.planner_accuracy import complete, flops, gold, scored
+from benchmarks.planner_sweeps import LEAST, order, question_of
 from benchmarks.published_runs import PublishedRun, published
 
 
@@ -13,6 +15,16 @@ def test_gold_runs_without_a_pipeline_are_predicted_within_the_target() -> None:
     assert mean(errors) <= 0.12
     assert median(errors) <= 0.08
     assert dropped["a mixture of experts"] > 0.5 * sum(dropped.values())
+
+
+def test_layouts_of_published_sweeps_come_in_their_order() -> None:
+    table = complete()
+    runs = Counter(map(question_of, table))
+    found = order(scored(row for row in table if runs[question_of(row)] >= LEAST)[0])
+    assert found["sweeps"] > 20
+    assert found["rank_correlation_median"] >= 0.9
+    assert found["regret_median"] <= 0.01
+    assert found["regret_90th_percentile"] <= 0.1
 
 
 def test_published_rates_are_our_flops() -> None:

@@ -5,8 +5,8 @@ import pytest
 from fourfold.explain import explain
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
-from fourfold.planner.compute import OURS, Practice
 from fourfold.planner.plans import Question
+from fourfold.planner.practice import OURS, Practice
 from fourfold.planner.search import Search
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName

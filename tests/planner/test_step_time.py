@@ -6,8 +6,9 @@ import pytest
 
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
-from fourfold.planner.compute import Practice, collective
+from fourfold.planner.compute import collective
 from fourfold.planner.machine import Machine
+from fourfold.planner.practice import Practice
 from fourfold.planner.step_time import StepTime, StepTimes, step_time, waits
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName

@@ -17,6 +17,7 @@ from fourfold.outline import Step, block_of, decoder_cuts
 from fourfold.planner.attention import attention_seconds, unfused_attention_seconds
 from fourfold.planner.machine import Machine
 from fourfold.planner.measured_blocks import measured_seconds
+from fourfold.planner.practice import OURS, Practice
 from fourfold.program.actions import Kind
 from fourfold.specs import AXES, Layout, ModelSpec
 from fourfold.traffic import Event
@@ -29,41 +30,6 @@ FUSED = 0.5
 
 BACKWARD_TRAFFIC = 1.8
 """Element-wise traffic of a backward by that of its forward."""
-
-
-@dataclass(frozen=True)
-class Practice:
-    """What a run may change beside its layout.
-
-    Attributes:
-        products: the dtype of matrix products, ``float8`` for example; None for the step's own.
-        compiled: whether chains of element-wise kernels are compiled to one.
-        attention: the rate of attention kernels by that of the newest; FlashAttention 2 on Hopper is 0.67.
-        fused_attention: False where scores go through memory, as before FlashAttention.
-        tp_hidden: the share of tp's collectives that travels behind the products that they are cut along.
-        logits_again: whether the head's backward makes logits a second time, as ours does, for less memory.
-        reduced_itemsize: bytes of an element of a gradient while it is summed over ranks.
-        gradient_bytes: of a parameter's gradients while they are kept; ours are float32. Besides,
-            ``owned_gradient_bytes`` where the optimizer has its own copy of those that it needs.
-        sends_wait: whether ranks of a pipeline stand still while a message is on its way between them.
-        fragmentation: the share that an allocator reserves beyond what is allocated: 0.02 to 0.05 with
-            expandable segments, 0.05 to 0.2 without.
-    """
-
-    products: str | None = None
-    compiled: bool = False
-    attention: float = 1.0
-    fused_attention: bool = True
-    tp_hidden: float = 0.0
-    logits_again: bool = True
-    reduced_itemsize: int = 4
-    gradient_bytes: int = 4
-    owned_gradient_bytes: int = 0
-    sends_wait: bool = False
-    fragmentation: float = 0.04
-
-
-OURS = Practice()
 
 
 @dataclass(frozen=True)
@@ -236,7 +202,9 @@ class _Blocks:
         ring = sum(collective(event, step, machine) for event in events if event.op == "send")
         cp = exchanged + max(0.0, ring - hidden)
         started = FORWARD_KERNELS[block] * times * self._kernels + len(events)
-        launch = max(0.0, started * machine.launch_seconds - compute - tp - cp)
+        launch = started * (self._practice.launch_seconds or machine.launch_seconds)
+        if not self._practice.launches_wait:
+            launch = max(0.0, launch - compute - tp - cp)
         return Part(compute, launch, tp, cp)
 
     def _embed(self) -> BlockTime:

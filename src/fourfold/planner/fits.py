@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fourfold.block_memory import BlockMemory, BlockSizes
 from fourfold.outline import ITEMSIZES, master_dtype
-from fourfold.planner.compute import Practice
+from fourfold.planner.practice import Practice
 from fourfold.specs.placement import Placement
 
 FIXED_BYTES = 1.5e9

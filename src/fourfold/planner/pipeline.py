@@ -16,7 +16,7 @@ from fourfold.errors import UserError
 from fourfold.layer.schedules import named, schedule
 from fourfold.program.actions import Action, Kind
 from fourfold.program.program import Program
-from fourfold.specs import ScheduleName
+from fourfold.specs import Layout, ScheduleName
 
 if TYPE_CHECKING:  # numpy takes a while to load, and plans without a pipeline do without
     import numpy as np
@@ -89,18 +89,26 @@ class Pipeline:
         assert len(nodes) == sum(map(len, order.ranks)), "the schedule is stuck"
         return nodes
 
-    def seconds(self, times: StageSeconds, send: "Columns") -> "Columns":
-        """When the last action ends, for each set of durations; ``send`` is of a message, a value a set."""
+    def seconds(self, times: StageSeconds, send: "Columns", *, steps_overlap: bool = False) -> "Columns":
+        """When the last action ends, for each set of durations; ``send`` is of a message, a value a set.
+
+        With ``steps_overlap`` a rank goes on to its next step while others are at this one: then a step takes
+        what the rank that is longest at it needs from its first action to its last.
+        """
         import numpy as np
 
-        nodes = self._nodes
+        nodes, rank_of = self._nodes, self.order.rank_of_segment
         ends: list[Columns] = []
+        first: dict[int, Columns | float] = {}
+        spans: dict[int, Columns] = {}
         for node in nodes:
             start: Columns | float = 0.0
             for need, is_sent in node.needs:
                 start = np.maximum(start, ends[need] + send if is_sent else ends[need])
             ends.append(start + times.of(node.kind, node.stage))
-        return np.max(ends, axis=0)
+            rank = rank_of[node.stage]
+            spans[rank] = ends[-1] - first.setdefault(rank, start)
+        return np.max(list(spans.values()) if steps_overlap else ends, axis=0)
 
 
 def _needs(action: Action, last: int, number: dict[Action, int]) -> list[int] | None:
@@ -167,6 +175,17 @@ def pipeline(name: str, ranks: int, microbatches: int, layers: int) -> Pipeline:
     return Pipeline(named(found, ranks, microbatches))
 
 
+def stages_on_ranks(layout: Layout, microbatches: int, layers: int) -> list[list[int]]:
+    """The stages of each pipeline rank of a layout, of any schedule."""
+    if layout.schedule.stages_per_rank is not None:
+        return stages_of_ranks(layout.schedule, layout.pp, layers)
+    order = pipeline(str(layout.schedule), layout.pp, microbatches, layers).order
+    found: list[list[int]] = [[] for _ in order.ranks]
+    for stage, rank in enumerate(order.rank_of_segment):
+        found[rank].append(stage)
+    return found
+
+
 def sizes(ranks: int, microbatches: int) -> tuple[int, int]:
     """Two numbers of microbatches from whose times those of ``microbatches`` follow on a line.
 
@@ -179,15 +198,25 @@ def sizes(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def pipeline_seconds(
-    name: str, ranks: int, microbatches: int, layers: int, times: StageSeconds, send: "Columns"
+    name: str,
+    ranks: int,
+    microbatches: int,
+    layers: int,
+    times: StageSeconds,
+    send: "Columns",
+    *,
+    steps_overlap: bool = False,
 ) -> "Columns":
     """The time of a schedule of so many microbatches, for each set of durations."""
+
+    def of(count: int) -> "Columns":
+        return pipeline(name, ranks, count, layers).seconds(times, send, steps_overlap=steps_overlap)
+
     few, more = sizes(ranks, microbatches)
-    seconds = pipeline(name, ranks, more, layers).seconds(times, send)
+    seconds = of(more)
     if few == more:
         return seconds
-    each = (seconds - pipeline(name, ranks, few, layers).seconds(times, send)) / (more - few)
-    return seconds + each * (microbatches - more)
+    return seconds + (seconds - of(few)) / (more - few) * (microbatches - more)
 
 
 def stage_array(values: Sequence[Sequence[float]]) -> "Columns":

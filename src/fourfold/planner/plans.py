@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fourfold.outline import Step
-from fourfold.planner.compute import OURS, Practice
 from fourfold.planner.fits import Held
 from fourfold.planner.machine import Machine
+from fourfold.planner.practice import OURS, Practice
 from fourfold.planner.step_time import StepTime
 from fourfold.specs import Layout, ModelSpec
 

@@ -18,7 +18,7 @@ from fourfold.planner.fits import USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
 from fourfold.planner.shapes import BlockSeconds, RankLoads, Shape, Way, block_sizes, fullest
-from fourfold.planner.stages import closed_form, stages_of
+from fourfold.planner.stages import closed_form, most_stages, stages_of
 from fourfold.planner.step_time import StepTimes
 from fourfold.specs import Layout, ScheduleName
 from fourfold.specs.placement import PLACEMENTS, REPLICATED
@@ -108,7 +108,7 @@ class Search:
         """A step's prediction, whether it fits or not. Raises `UserError` with the rules that it breaks."""
         if problems := step.problems():
             raise UserError(*problems)
-        return self._plans([step])[0]
+        return self.plans([step])[0]
 
     def fits(self, plan: Plan) -> bool:
         """Whether what a plan reserves is there."""
@@ -166,16 +166,17 @@ class Search:
 
     def _pipeline(self, pp: int, name: str | None, microbatches: int) -> RankLoads | None:
         """A pipeline's ranks; None where its schedule does not fit."""
-        layers = self._asked.spec.num_hidden_layers
+        dealt = self._asked.practice.dealt
         key = pp, name, min(microbatches, 3 * pp)  # with more, no more are in flight
         if key not in self._known_pipelines:
             schedule = ScheduleName.parse(name or "1f1b")
             try:
+                layers = most_stages(self._asked.spec.num_hidden_layers, dealt)
                 of_ranks = stages_of_ranks(schedule, pp, layers)
             except UserError:
                 self._known_pipelines[key] = None
                 return None
-            stages = stages_of(self._asked.spec, self._asked.sequence_length, sum(map(len, of_ranks)))
+            stages = stages_of(self._asked.spec, self._asked.sequence_length, sum(map(len, of_ranks)), dealt)
             flying = in_flight(schedule, pp, microbatches)
             self._known_pipelines[key] = RankLoads.of(stages, of_ranks, flying)
         return self._known_pipelines[key]
@@ -308,16 +309,17 @@ class Search:
     def _on_the_clock(self) -> Found:
         if not self._best:
             raise UserError(self._why_nothing())
-        plans = self._plans([step for _, _, step in self._best])
+        plans = self.plans([step for _, _, step in self._best])
         plans.sort(key=lambda plan: plan.time.total)
         plans = simplest_first(plans)
         self._found.plans = plans
         if self._flat:
-            self._found.without_pipeline = self._plans([self._flat[0][2]])[0]
+            self._found.without_pipeline = self.plans([self._flat[0][2]])[0]
         self._found.by_hand = self.by_hand()
         return self._found
 
-    def _plans(self, steps: Sequence[Step]) -> list[Plan]:
+    def plans(self, steps: Sequence[Step]) -> list[Plan]:
+        """Predictions of steps that break no rule, whether they fit or not; in one go for those alike."""
         found = []
         for step, time in zip(steps, self._times.exact(steps), strict=True):
             layout = step.layout

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.outline import Step
-from fourfold.planner.compute import OURS, Practice, numel_of_blocks
+from fourfold.planner.compute import numel_of_blocks
 from fourfold.planner.fits import Held, Sizes, StageLoad, held
+from fourfold.planner.practice import OURS, Practice
 from fourfold.planner.stages import Stage, loads_of
 from fourfold.specs import Layout
 from fourfold.specs.placement import Placement

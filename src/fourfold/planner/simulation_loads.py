@@ -8,9 +8,10 @@ from math import log
 from fourfold.events import RankEvents
 from fourfold.explain import segment_costs
 from fourfold.outline import Outline, Step
-from fourfold.planner.compute import OURS, BlockTime, Part, Practice, block_times, collective
+from fourfold.planner.compute import BlockTime, Part, block_times, collective
 from fourfold.planner.machine import Machine
 from fourfold.planner.measured_blocks import measured_seconds
+from fourfold.planner.practice import OURS, Practice
 from fourfold.planner.simulated import COMPUTING, Devices, Phase, Simulation
 from fourfold.planner.simulation import simulate
 from fourfold.planner.step_time import OPTIMIZER_BYTES

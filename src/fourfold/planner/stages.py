@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from fourfold.outline import blocks_of_stages
 from fourfold.specs import ModelSpec, ScheduleName
@@ -17,15 +18,41 @@ class Stage:
     head: bool
 
 
+Dealt = Literal["by work", "layers", "blocks"]
+"""How blocks come to stages: with as equal work as can be, as `fourfold.outline` cuts; as many layers on
+each, with the embedding and the head beside the first and the last; or the same number of blocks, where those
+two count as a layer each and may be a stage of their own."""
+
+
 @lru_cache(maxsize=1024)
-def stages_of(spec: ModelSpec, sequence_length: int, stages: int) -> tuple[Stage, ...]:
-    """Each stage of a model, as `fourfold.outline` cuts it."""
-    counts = blocks_of_stages(spec, sequence_length, stages=stages)
+def stages_of(
+    spec: ModelSpec, sequence_length: int, stages: int, dealt: Dealt = "by work"
+) -> tuple[Stage, ...]:
+    """Each stage of a model. There are no more stages than `most_stages`."""
+    layers = spec.num_hidden_layers
+    if dealt == "by work":
+        counts = blocks_of_stages(spec, sequence_length, stages=stages)
+    elif dealt == "layers":
+        counts = _equal(layers, stages)
+        counts = [count + (index == 0) + (index == stages - 1) for index, count in enumerate(counts)]
+    else:
+        counts = _equal(layers + 2, stages)
     last = len(counts) - 1
     return tuple(
         Stage(count - (index == 0) - (index == last), index == 0, index == last)
         for index, count in enumerate(counts)
     )
+
+
+def most_stages(layers: int, dealt: Dealt) -> int:
+    """The most stages that a model of so many layers is cut into."""
+    return layers + 2 if dealt == "blocks" else layers
+
+
+def _equal(count: int, parts: int) -> list[int]:
+    """As equal parts as can be, the first ones with one more."""
+    each, more = divmod(count, parts)
+    return [each + (part < more) for part in range(parts)]
 
 
 def loads_of(stages: Sequence[Stage], stages_of_ranks: Sequence[Sequence[int]]) -> list[Stage]:

@@ -16,10 +16,8 @@ from fourfold.build import Sharding
 from fourfold.events import SCALAR_BYTES, SCALAR_DTYPE
 from fourfold.outline import Step
 from fourfold.planner.compute import (
-    OURS,
     BlockTimes,
     Part,
-    Practice,
     block_times,
     collective,
     numel_of_blocks,
@@ -27,13 +25,12 @@ from fourfold.planner.compute import (
 from fourfold.planner.machine import Machine
 from fourfold.planner.pipeline import (
     StageSeconds,
-    pipeline,
     pipeline_seconds,
     stage_array,
-    stages_of_ranks,
+    stages_on_ranks,
 )
-from fourfold.planner.stages import Stage, closed_form, loads_of, stages_of
-from fourfold.specs import Layout
+from fourfold.planner.practice import OURS, Practice
+from fourfold.planner.stages import Stage, closed_form, loads_of, most_stages, stages_of
 from fourfold.traffic import Event
 
 if TYPE_CHECKING:
@@ -186,18 +183,29 @@ class StepTimes:
 
     def laid(self, step: Step) -> Laid:
         """A step's parts. Raises `UserError` where the schedule does not fit."""
-        layout, layers = step.layout, step.spec.num_hidden_layers
+        layout, dealt = step.layout, self.practice.dealt
         of_ranks: Sequence[Sequence[int]] = [[0]]
         if layout.pp > 1:
-            of_ranks = _stages_of_ranks(layout, step.microbatches, layers)
-        stages = stages_of(step.spec, step.sequence_length, sum(map(len, of_ranks)))
+            of_ranks = stages_on_ranks(layout, step.microbatches, self._most_stages(step))
+        stages = stages_of(step.spec, step.sequence_length, sum(map(len, of_ranks)), dealt)
         times = self.blocks(step)
-        message = Event("send", "pp", step.sizes.stream, step.dtype)
-        send = 0.0 if layout.pp == 1 else collective(message, step, self.machine)
+        send = 0.0 if layout.pp == 1 else self._message(step)
         behind, stands = (0.0, send) if self.practice.sends_wait else (send, 0.0)
         loads = set(loads_of(stages, of_ranks))
         most = max(load.layers for load in loads)
         return Laid(step, times, self.data(step, times, most), stages, loads, behind, stands)
+
+    def _most_stages(self, step: Step) -> int:
+        return most_stages(step.spec.num_hidden_layers, self.practice.dealt)
+
+    def _message(self, step: Step) -> float:
+        """Seconds of a message between pipeline ranks."""
+        layout, nbytes = step.layout, step.sizes.stream
+        if not self.practice.messages_cut or layout.sequence_parallel(step.sequence_length):
+            return collective(Event("send", "pp", nbytes, step.dtype), step, self.machine)
+        piece = Event("send", "pp", nbytes // layout.tp, step.dtype)
+        gather = Event("all_gather", "tp", nbytes, step.dtype)
+        return collective(piece, step, self.machine) + collective(gather, step, self.machine)
 
     def data(self, step: Step, times: BlockTimes, layers: int) -> DataTime:
         """What the Batch axis adds; ``layers`` are those of the pipeline rank that has most."""
@@ -221,6 +229,10 @@ class StepTimes:
         layer, forward = numel["layer"], times.layer.forward.total
         back = times.layer.backward.total + (0 if step.recompute.is_none else times.layer.again.total)
         slows = machine.interference
+
+        def at_end(seconds: float, computed: float) -> float:
+            return seconds if self.practice.sums_wait else waits(seconds, computed, slows)
+
         of_forward = of_backward = once = ends = 0.0
         if owners > 1 and placement.optimizer:
             gathered, reduced = gather(layer), reduce(layer)
@@ -228,22 +240,30 @@ class StepTimes:
             every_reduce = placement.gradients and not keep
             if every_gather:
                 of_forward = waits(gathered, forward, slows)
+            elif self.practice.owners_broadcast:
+                ends = self._broadcasts(step, owners, numel["layer"] * layers)
             else:
-                once += waits(gathered, forward, slows)
+                once += at_end(gathered, forward)
             sent = (gathered if every_gather else 0.0) + (reduced if every_reduce else 0.0)
             of_backward = waits(sent, back, slows) if sent else 0.0
             if not every_reduce:
-                once += waits(reduced, back, slows)
-            ends = gather(numel["embed"]) + reduce(numel["embed"])
+                once += at_end(reduced, back)
+            ends += gather(numel["embed"]) + reduce(numel["embed"])
         if replicas > 1:
             summed = all_reduce(layer)
-            once += waits(summed, back, slows)
+            once += at_end(summed, back)
             ends += all_reduce(numel["embed"] or layer)
         own = layer * layers + max(numel["embed"], numel["head"])
         own = own // owners if placement.optimizer else own
         norm = self._sum(step, "all_reduce", ("pp", *layout.shard_axes, "tp"), SCALAR_BYTES)
         optimizer = machine.memory_seconds(own * OPTIMIZER_BYTES) + norm
         return DataTime(of_forward, of_backward, once, ends, optimizer)
+
+    def _broadcasts(self, step: Step, owners: int, count: int) -> float:
+        """Of new weights, from each rank that owns some: whole matrices, so no more than there are."""
+        senders = min(owners, len(step.spec.parameter_shapes()) // step.layout.pp)
+        each = self._sum(step, "broadcast", step.layout.shard_axes, count * step.itemsize // senders)
+        return senders * each
 
     def _sum(self, step: Step, op: str, axes: Sequence[str], nbytes: int) -> float:
         axis = step.layout.axis_name(*axes)
@@ -254,14 +274,18 @@ class StepTimes:
         laid = [self.laid(step) for step in steps]
         groups: dict[tuple[str, int, int, int], list[int]] = {}
         for index, step in enumerate(steps):
-            key = str(step.layout.schedule), step.layout.pp, step.microbatches, step.spec.num_hidden_layers
+            key = str(step.layout.schedule), step.layout.pp, step.microbatches, self._most_stages(step)
             groups.setdefault(key, []).append(index)
         found: dict[int, StepTime] = {}
         for key, members in groups.items():
             if key[1] == 1:
                 found |= {index: self._added_up(laid[index], None) for index in members}
                 continue
-            seconds = pipeline_seconds(*key, *_columns([laid[index] for index in members]))
+            seconds = pipeline_seconds(
+                *key,
+                *_columns([laid[index] for index in members]),
+                steps_overlap=self.practice.steps_overlap,
+            )
             found |= {
                 index: self._added_up(laid[index], float(value))
                 for index, value in zip(members, seconds, strict=True)
@@ -303,17 +327,6 @@ class StepTimes:
             send=laid.send,
         )
         return self._added_up(laid, found)
-
-
-def _stages_of_ranks(layout: Layout, microbatches: int, layers: int) -> list[list[int]]:
-    """The stages of each pipeline rank."""
-    if layout.schedule.stages_per_rank is not None:
-        return stages_of_ranks(layout.schedule, layout.pp, layers)
-    order = pipeline(str(layout.schedule), layout.pp, microbatches, layers).order
-    found: list[list[int]] = [[] for _ in order.ranks]
-    for stage, rank in enumerate(order.rank_of_segment):
-        found[rank].append(stage)
-    return found
 
 
 def _columns(laid: Sequence[Laid]) -> "tuple[StageSeconds, Columns]":
