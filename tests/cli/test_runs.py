@@ -269,29 +269,38 @@ def test_a_port_in_use(folder: Path):
     )
 
 
-def test_torchrun_starts_the_ranks(folder: Path):
-    command = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--module",
-        "fourfold",
-        "train",
-        "run.toml",
+def test_torchrun_starts_the_ranks_of_two_machines(finished: tuple[Path, str], folder: Path):
+    """An agent and a cache each, which meet by c10d: the losses are those of local ranks, to the bit."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    agents = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                *(f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", "--rdzv-id=two-machines"),
+                *("--local-addr=localhost", "--module", "fourfold"),
+                *("train", "run.toml", "--set", "folder=two-machines"),
+            ],
+            cwd=folder,
+            env={**os.environ, "FOURFOLD_CACHE": str(folder / cache), "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for cache in ("cache", "cache-of-another-machine")
     ]
-    run = subprocess.run(
-        [sys.executable, "-m", *command, "--set", "folder=joined"],
-        cwd=folder,
-        env={**os.environ, "FOURFOLD_CACHE": str(folder / "cache"), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert run.stdout.count("step 3/3") == 1, "rank 0 alone reports"
-    names = {path.name for path in (folder / "joined" / "checkpoints" / "step-000003").iterdir()}
+    try:
+        said = [agent.communicate(timeout=SECONDS_TO_END) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum(output.count("step 3/3") for output, _ in said) == 1, "rank 0 alone reports"
+    local, _ = finished
+    assert losses_of(folder / "two-machines") == losses_of(local)
+    names = {path.name for path in (folder / "two-machines" / "checkpoints" / "step-000003").iterdir()}
     assert names == {"manifest.json", "config.json", "rank-00000.safetensors", "rank-00001.safetensors"}
-    assert sorted(path.name for path in folder.glob("joined*")) == ["joined"]
+    assert sorted(path.name for path in folder.glob("two-machines*")) == ["two-machines"]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
