@@ -64,14 +64,14 @@ def train_on_rank(
     choice = chosen_here(
         Step.of_run(run, model_spec), device, local_rank=job.local_rank, local_world_size=job.local_world_size
     )
-    run = run.model_copy(update={"layout": choice.layout})
+    asked, run = run, run.model_copy(update={"layout": choice.layout})  # the run's folder says what was asked
     what = what_is_run(run, model_spec, tokenizer)
     rank.connect(device_type=device, agree_on=what, timeout_seconds=timeout_seconds)
     prepared = shared_corpus(rank, run, tokenizer)
     train_data, eval_data = datasets(run, prepared)
     if folder is None:
-        folder = rank.on_first("making the run folder", lambda: run_folder(run, tokenizer, resume=resume))
-    run_file = run.resolved(tokenizer.vocab_size).to_toml()
+        folder = rank.on_first("making the run folder", lambda: run_folder(asked, tokenizer, resume=resume))
+    run_file = asked.resolved(tokenizer.vocab_size).to_toml()
     run, note = with_distinct_evaluation(run, eval_data)
     HERE.begin("while the model is made")
     mesh = Mesh(run.layout, device)
