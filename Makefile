@@ -16,7 +16,7 @@ setup: .venv/ready ## make .venv with fourfold and its development tools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-quickstart: .venv/ready ## train on real text over 4 local ranks, about a minute on two cores
+quickstart: .venv/ready ## train on real text over 4 local ranks, a minute and a half on two cores
 	$(BIN)/fourfold train examples/quickstart.toml
 
 test: .venv/ready ## run every test: two at a time, then those that nothing may run beside
