@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fourfold.initialize import CHUNK, Part, initialize_, normal, normal_box, whole
+from fourfold.initialize import CHUNK, Part, initialize_, normal, whole
 from fourfold.models import Decoder
 from fourfold.specs import ModelSpec
 
@@ -31,19 +31,10 @@ def test_any_part_is_bitwise_that_part_of_the_whole():
     assert torch.equal(torch.cat(pieces[::-1]), whole)
 
 
-def test_any_box_is_bitwise_that_box_of_the_whole():
-    whole = normal(7, "w", 0, 13 * 9).view(13, 9)
-    for rows in (slice(0, 13), slice(3, 4), slice(5, 13), slice(4, 4)):
-        for columns in (slice(0, 9), slice(2, 3), slice(4, 9)):
-            assert torch.equal(normal_box(7, "w", (13, 9), (rows, columns)), whole[rows, columns])
-    assert torch.equal(normal_box(7, "w", (117,), (slice(20, 61),)), whole.flatten()[20:61])
-
-
 def test_shards_differ():
     """Each rank that fills its own shard must not repeat the numbers of another."""
     # RNG-02
-    first = normal_box(0, "w", (8, 4), (slice(0, 4), slice(0, 4)))
-    second = normal_box(0, "w", (8, 4), (slice(4, 8), slice(0, 4)))
+    first, second = normal(0, "w", 0, 16), normal(0, "w", 16, 16)
     assert not torch.isin(first, second).any()
     left, right = normal(0, "w", 0, 32).view(8, 4).split(2, 1)
     assert not torch.isin(left, right).any()

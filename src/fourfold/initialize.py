@@ -5,7 +5,7 @@ Any rank can make any part of any parameter alone, and all ranks agree, whatever
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +34,6 @@ def normal(seed: int, name: str, start: int, count: int) -> Tensor:
     angle = uniforms[:, 1].mul(2 * math.pi * 2.0**-53)
     pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), 1)
     return pairs.view(-1)[skipped : skipped + count]
-
-
-def normal_box(seed: int, name: str, shape: Sequence[int], box: Sequence[slice]) -> Tensor:
-    """Return a box of the parameter's standard normal numbers, as float64.
-
-    `shape` is that of the whole parameter, `box` has one slice (step 1) for each of its dimensions. Whole
-    rows are made and cut, so a box of few columns costs as much as its rows.
-    """
-    rows = range(*box[0].indices(shape[0]))
-    width = math.prod(shape[1:])
-    return normal(seed, name, rows.start * width, len(rows) * width).view(len(rows), *shape[1:])[:, *box[1:]]
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,6 @@ class Runs:
         order = np.argsort(start, kind="stable")
         return cls(start[order], (start + length)[order], place[order])
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether no element lies in two runs."""
-        return bool((self.start[1:] >= self.stop[:-1]).all())
-
 
 @lru_cache(64)  # a parameter's weight and moments, one after another, are mostly in pieces alike
 def overlap(wanted: tuple[Stripes, ...], there: tuple[Stripes, ...]) -> list[tuple[int, int, int]]:

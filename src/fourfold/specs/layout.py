@@ -289,20 +289,6 @@ class Layout:
         others = choices([*groups, f"cp{self.cp}:ring"])
         return [f"ulysses={size} {', and '.join(broken)} (Sequence axis): use {others}"]
 
-    def validate(
-        self, model: ModelSpec, *, batch: int, microbatches: int, sequence_length: int, world_size: int | None
-    ) -> None:
-        """Raise ``UserError`` with every problem."""
-        problems = self.problems(
-            model,
-            batch=batch,
-            microbatches=microbatches,
-            sequence_length=sequence_length,
-            world_size=world_size,
-        )
-        if problems:
-            raise UserError(*problems)
-
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
