@@ -1,6 +1,6 @@
-"""The command line in processes of its own, without the seconds in which each of them would import torch.
+"""The command line in this process, or in others without the seconds in which each would import torch.
 
-They are copies of the process that the ranks of the tests are copies of. What has to be seen from the very
+Those are copies of the process that the ranks of the tests are copies of. What has to be seen from the very
 start of a process, or through the launcher of local ranks, is started by ``subprocess`` instead.
 """
 
@@ -16,7 +16,32 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+from typer.testing import CliRunner, Result
+
+from fourfold.cli import app
 from tests.ranks import warm_context
+
+RUN = """
+layout = "dp2"
+[model]
+preset = "tiny"
+vocab_size = 257
+[data]
+source = "corpus.txt"
+sequence_length = 16
+held_out = 0.1
+[training]
+steps = 3
+batch = 4
+[optimizer]
+learning_rate = 1e-3
+"""
+"""A run file whose corpus, model and steps are small."""
+
+
+def fourfold_(*arguments: str) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
 class Command:

@@ -11,7 +11,7 @@ from fourfold.cli import app
 from fourfold.data import ByteTokenizer
 from fourfold.specs import ModelSpec, RunSpec
 from tests.checkpoint.hugging_face_models import loaded, logits_of, model_of, tokens
-from tests.cli.test_commands import RUN
+from tests.commands import RUN
 
 ONE_STEP = (
     *("train", "run.toml", "--layout", "dp1", "--set", "sample.tokens=4", "--set", "sample.temperature=0"),

@@ -23,8 +23,7 @@ from fourfold.checkpoint import load_checkpoint
 from fourfold.cli import app
 from fourfold.launch.watch_together import LOOK_SECONDS
 from fourfold.specs import ModelSpec, RunSpec
-from tests.cli.test_commands import RUN
-from tests.commands import Command, joined
+from tests.commands import RUN, Command, joined
 
 SECONDS_TO_END = 60.0
 

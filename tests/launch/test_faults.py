@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from fourfold.cli import app
 from fourfold.cli.train import run_again
 from fourfold.errors import RankFailed, RunPaused, RunStopped, UserError
-from tests.cli.test_commands import RUN
 from tests.cli.test_runs import SECONDS_TO_END, local_ranks, start, start_joined, wait_until
+from tests.commands import RUN
 
 TIMEOUT = 6
 """Of a step, at its longest: the first one imports much, on a machine that may be busy."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import RUN
 from tests.cli.test_runs import SECONDS_TO_END
+from tests.commands import RUN
 from tests.launch.test_faults import LONG
 
 SCRIPT = """

@@ -10,7 +10,7 @@ from fourfold.oracle import Oracle
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.recompute_name import RecomputeName
 from fourfold.verify import verify
-from tests.cli.test_commands import fourfold_
+from tests.commands import fourfold_
 from tests.ranks import RankPool
 
 TINY = ModelSpec.preset("tiny").replace({"num_hidden_layers": 4})
