@@ -101,6 +101,12 @@ class Step:
         """Sequences of a microbatch on a rank."""
         return self.batch // (self.microbatches * self.layout.size("dp", "fsdp"))
 
+    @property
+    def window_share(self) -> float | None:
+        """How far back a token sees besides itself, as a share of a row; None for all."""
+        window = self.spec.sliding_window
+        return None if window is None else (window - 1) / self.sequence_length
+
     def documents_of(self, rank: int, rows: Documents) -> list[Documents]:
         """What the microbatches of a rank have of the rows of a global batch; see `fourfold.training`."""
         at, data = self.layout.coordinates(rank), self.layout.size("dp", "fsdp")

@@ -78,7 +78,7 @@ def counted(events: Iterable[Event]) -> dict[tuple[str, str], tuple[int, int]]:
     return found
 
 
-def heads_sent(heads: int, kv_heads: int, *, ring: int, ulysses: int) -> float:
+def heads_sent(heads: int, kv_heads: int, *, ring: int, ulysses: int, window: float | None = None) -> float:
     """Return how many heads of its own tokens a rank sends for a layer, forward and backward.
 
     The mean over ranks, where all documents are long and cut zigzag. Times tokens, channels of a head and
@@ -87,7 +87,28 @@ def heads_sent(heads: int, kv_heads: int, *, ring: int, ulysses: int) -> float:
     Args:
         heads: query heads of a rank before any exchange, and ``kv_heads`` key/value heads.
         ring: how many ranks the ring has, and ``ulysses`` how many exchange tokens for heads.
+        window: how far back a token sees besides itself, as a share of its document; None for all.
     """
     with_copies = kv_heads * max(1, ulysses // kv_heads)
     exchanged = 4 * (heads + with_copies) * (ulysses - 1) / ulysses
-    return exchanged + 4.5 * (ring - 1) * with_copies
+    # Keys and values forward; backward once more, and their gradients.
+    return exchanged + 6 * keys_sent(ring, window) * with_copies
+
+
+def keys_sent(ring: int, window: float | None = None) -> float:
+    """Return how many tokens' keys a rank of a ring sends, by how many it has; arguments as of `heads_sent`.
+
+    The mean over ranks. Chunk i of the 2 R of a document is on rank i or 2 R - 1 - i. A rank gets of a chunk
+    what the nearest of its later ones sees: all of it, or with a window the end.
+    """
+    if window is None or window >= 1:
+        return 0.75 * (ring - 1)
+    size, sent = 1 / (2 * ring), 0.0
+    for chunk in range(2 * ring):
+        readers = {min(chunk, 2 * ring - 1 - chunk)}
+        for reader in range(chunk + 1, min(2 * ring, chunk + 2 + int(window / size))):
+            rank = min(reader, 2 * ring - 1 - reader)
+            if rank not in readers:
+                readers.add(rank)
+                sent += max(0.0, min(size, window - (reader - chunk - 1) * size))
+    return sent

@@ -52,6 +52,13 @@ def test_heads_are_exchanged_within_a_node(layout: str, node: int, found: str) -
     assert option(step(layout), node=node) == found
 
 
+def test_a_window_speaks_for_the_ring() -> None:
+    """It shrinks the messages of a ring, and not what Ulysses exchanges."""
+    for window, found in ((None, "ulysses8"), (1024, "ring"), (4096, "ring"), (32768, "ulysses8")):
+        spec = LLAMA.replace({"sliding_window": window})
+        assert option(step("cp8", spec, 32768)) == found
+
+
 def test_of_nodes_it_is_said() -> None:
     assert chosen(step("cp4"), node=2).why == (
         "cp=4 is ulysses2: ring would send no less, ulysses4 would exchange heads between nodes of 2 ranks"

@@ -1,6 +1,7 @@
 """``fourfold explain``: what a training step would take, before anything runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from fourfold.cli.step_options import (
     step_asked_for,
 )
 from fourfold.cli.tables import size, table, title, traffic
+from fourfold.errors import UserError
 
 if TYPE_CHECKING:
     from fourfold.explain import Explanation
@@ -42,24 +44,28 @@ def explain(
 ) -> None:
     """Predict memory, FLOPs, messages and bubble of a step, for any number of ranks. Nothing runs."""
     from fourfold.explain import explain as predict
+    from fourfold.planner.context import chosen
 
     problems = []
     if picture is not None and picture.suffix not in (".png", ".svg"):
         problems.append(f"--picture {picture}: the file's name must end in .png or .svg")
     given = Given(sequence, batch, layout, microbatches, dtype, recompute)
-    step = step_asked_for(run_file, model, given, device=device, others=problems)
-    found = predict(step, device_type=device)
-    typer.echo(json.dumps(found.to_json()) if as_json else text(found, model or str(run_file)))
+    asked = step_asked_for(run_file, model, given, device=device, others=problems)
+    if broken := asked.problems():
+        raise UserError(*broken)
+    choice = chosen(asked)
+    found = predict(replace(asked, layout=choice.layout), device_type=device)
+    typer.echo(json.dumps(found.to_json()) if as_json else text(found, model or str(run_file), choice.why))
     if picture is not None:
         from fourfold.explain_picture import draw
 
         draw(found, picture, name=model or str(run_file))
 
 
-def text(found: "Explanation", name: str) -> str:
-    """An explanation as tables."""
+def text(found: "Explanation", name: str, why_cp: str = "") -> str:
+    """An explanation as tables; ``why_cp`` says why the option of cp is this one."""
     return "\n\n".join(
-        [title(found.step, name), _memory(found), _flops(found), _traffic(found), _drawn(found)]
+        [title(found.step, name, why_cp), _memory(found), _flops(found), _traffic(found), _drawn(found)]
     )
 
 

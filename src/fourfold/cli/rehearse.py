@@ -1,6 +1,7 @@
 """``fourfold rehearse``: one rank's training step, run without the other ranks and without data."""
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,7 +42,14 @@ def rehearse(
 ) -> None:
     """Run the real code of a step as one rank of any layout, on tensors without data; count what it takes."""
     given = Given(sequence, batch, layout, microbatches, dtype, recompute)
-    step = step_asked_for(run_file, model, given, device=device)
+    asked = step_asked_for(run_file, model, given, device=device)
+    if broken := asked.problems():
+        raise UserError(*broken)
+
+    from fourfold.planner.context import chosen
+
+    choice = chosen(asked)
+    step = replace(asked, layout=choice.layout)
     if not 0 <= rank < step.layout.world_size:
         raise UserError(f"--rank {rank} is not in {step.layout}: use 0 to {step.layout.world_size - 1}")
 
@@ -55,7 +63,7 @@ def rehearse(
     if as_json:
         typer.echo(json.dumps(to_json(step, found, predicted)))
     else:
-        typer.echo(text(step, found, predicted, model or str(run_file)))
+        typer.echo(text(step, found, predicted, model or str(run_file), choice.why))
 
 
 def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[str, Any]:
@@ -65,7 +73,7 @@ def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[st
     from fourfold.explain import summed_up
 
     return {
-        "layout": str(step.layout.resolved(step.spec)),
+        "layout": str(step.layout),
         "rank": found.rank,
         "coordinates": dict(step.layout.coordinates(found.rank)),
         "peak_bytes": found.held.peak,
@@ -78,8 +86,8 @@ def to_json(step: "Step", found: "Recorded", predicted: "RankMemory") -> dict[st
     }
 
 
-def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) -> str:
-    """A rehearsal as tables."""
+def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str, why_cp: str = "") -> str:
+    """A rehearsal as tables; ``why_cp`` says why the option of cp is this one."""
     from fourfold.explain import summed_up
     from fourfold.memory import Category
     from fourfold.specs import AXES
@@ -101,7 +109,7 @@ def text(step: "Step", found: "Recorded", predicted: "RankMemory", name: str) ->
     memory.append(["all", size(sum(found.held.rest.values())), size(peak), size(predicted.peak)])
     return "\n\n".join(
         [
-            f"{title(step, name)}\nrehearsed: rank {found.rank:,}{place}",
+            f"{title(step, name, why_cp)}\nrehearsed: rank {found.rank:,}{place}",
             f"{table(memory, left=1)}\nthe peak is {peak / predicted.peak - 1:+.2%} off the prediction",
             f"FLOPs of a step on this rank: {found.flops:.6g}",
             f"what it sends and receives in a step, in GiB\n{traffic(summed_up(found.events, step))}",

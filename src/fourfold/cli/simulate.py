@@ -76,13 +76,14 @@ def simulate(
     if ranks and max(ranks) >= asked.layout.pp:
         raise UserError(f"--slow {max(ranks)}: the layout has pipeline ranks 0 to {asked.layout.pp - 1}")
     machine = machine_of(gpu, calibration, asked.dtype)
-    step = replace(asked, layout=chosen(asked, machine=machine).layout)
+    choice = chosen(asked, machine=machine)
+    step = replace(asked, layout=choice.layout)
     knobs = Knobs(dict(zip(ranks, factors.values(), strict=True)), links)
     found = simulate_step(outline(step), machine, knobs=knobs)
     typer.echo(
         json.dumps(_numbers(step, machine, found))
         if as_json
-        else text(asked, machine, found, model or str(run_file))
+        else text(step, machine, found, model or str(run_file), choice.why)
     )
     _write(found, trace, measured, picture, model or str(run_file), quiet=as_json)
 
@@ -127,12 +128,12 @@ def _factors(name: str, texts: list[str], problems: list[str]) -> dict[str, floa
     return found
 
 
-def text(step: "Step", machine: "Machine", found: "Simulation", name: str) -> str:
-    """The step's time, and where it goes on each pipeline rank."""
+def text(step: "Step", machine: "Machine", found: "Simulation", name: str, why_cp: str = "") -> str:
+    """The step's time, and where it goes on each pipeline rank; ``why_cp`` as of `title`."""
     tokens = step.batch * step.sequence_length
     ranks = step.layout.world_size
     lines = [
-        f"{title(step, name, machine=machine)}\non {machine.name} ({machine.source})",
+        f"{title(step, name, why_cp)}\non {machine.name} ({machine.source})",
         f"a step takes {found.seconds:.4g} s: {tokens / found.seconds:,.0f} tokens/s, "
         f"{tokens / found.seconds / ranks:,.0f} on each rank; MFU {mfu(step, machine, found):.1%} of the "
         f"peak of {machine.peak_flops[step.dtype] / 1e12:,.4g} TFLOP/s",

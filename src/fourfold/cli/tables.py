@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fourfold.explain import Traffic
     from fourfold.outline import Step
-    from fourfold.planner.machine import Machine
 
 
-def title(step: "Step", name: str, *, machine: "Machine | None" = None) -> str:
+def title(step: "Step", name: str, why_cp: str = "") -> str:
     """What the step is, in two lines; more say how tp keeps the residual stream, and why cp is what it is."""
-    from fourfold.planner.context import chosen
-
-    ranks, choice = step.layout.world_size, chosen(step, machine=machine)
-    notes = [note for note in (step.layout.stream(step.sequence_length), choice.why) if note]
+    ranks = step.layout.world_size
+    notes = [note for note in (step.layout.stream(step.sequence_length), why_cp) if note]
     return (
         f"{name}: {step.spec.num_parameters:,} parameters on {ranks:,} {'ranks' if ranks > 1 else 'rank'}, "
-        f"{choice.layout}\n"
+        f"{step.layout.resolved(step.spec)}\n"
         f"a step of {step.batch:,} sequences of {step.sequence_length:,} tokens: on each rank "
         f"{step.microbatches} x {step.rows}, {step.dtype}, recompute {step.recompute}, {step.optimizer}"
         + "".join(f"\n{note}" for note in notes)

@@ -3,18 +3,16 @@
 [Note: attention in pieces] A kernel is as efficient as its rows are long. With a ring of R ranks it sees the
 rows of one of them, and its results are merged in float32; Ulysses brings rows together, and packs heads by
 rank. The bytes are those that `fourfold.sequence.ring` and `ulysses` read and write, of one document in a
-row: on average a step of a ring has three quarters of a rank's queries, and of another rank's keys.
+row: a rank has as many queries for the keys of others as it gets keys.
 """
 
 from fourfold.flops import flops_of_a_pair, row_pairs
 from fourfold.outline import Step
 from fourfold.planner.machine import Machine
+from fourfold.traffic import keys_sent
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of fused attention's backward by its forward's: five products in place of two."""
-
-PART_OF_A_STEP = 0.75
-"""Queries, and keys, in a step of a ring, of those that a rank has."""
 
 
 def attention_seconds(step: Step, machine: Machine, *, rate: float = 1.0) -> tuple[float, float]:
@@ -43,7 +41,7 @@ def moved_bytes(step: Step) -> tuple[float, float]:
     low, high = step.itemsize, sizes.high
     # Parts by rank are put side by side, then one after another to be sent, then side by side as they come.
     packed = 6 * low * (2 * queries + keys) if sizes.ulysses > 1 else 0
-    steps = PART_OF_A_STEP * (ring - 1)
+    steps = keys_sent(ring, step.window_share)
     cast = low + high if low < high else 0
     forward = queries * (5 * high + cast) + keys * 2 * low  # both scaled, and added; keys into a message
     backward = queries * (2 * high + low) + keys * (6 * high + 5 * low)  # zeroed, added, cast, added; keys

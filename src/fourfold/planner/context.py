@@ -7,7 +7,8 @@
    kernels of pieces, copies. Differences within `TIE` are not told apart.
 2. Groups that do not lie within a node drop out where others are left: attention waits for an exchange, and
    not for the messages of a ring.
-3. The one is taken that sends least (`fourfold.traffic.heads_sent`), of two the larger group.
+3. The one is taken that sends least (`fourfold.traffic.heads_sent`, which knows windows), of two the larger
+   group.
 
 It is a pure function of the model, cp, tp, the length of a row, the dtype and the links. Neither the size of
 a batch nor the other axes count, and rows are taken for one document each.
@@ -51,7 +52,7 @@ def chosen(step: Step, *, machine: Machine | None = None, node: int = 0) -> Choi
         node = machine.levels[0].ranks if len(machine.levels) > 1 else 0
     level = [size for size in sizes if size not in slow]
     near = [size for size in level if _is_near(layout, size, node)] or level
-    size = least_sent(near, layout.cp, *layout.heads(step.spec))
+    size = least_sent(near, layout.cp, *layout.heads(step.spec), window=step.window_share)
     reasons = {
         "would send no less": [other for other in near if other != size],
         f"would exchange heads between nodes of {node} ranks": [one for one in level if one not in near],

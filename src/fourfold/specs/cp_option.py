@@ -45,12 +45,15 @@ def ulysses_problems(heads: int, kv_heads: int, size: int) -> list[str]:
     return [rule for rule, kept in rules.items() if not kept]
 
 
-def least_sent(sizes: Sequence[int], degree: int, heads: int, kv_heads: int) -> int:
+def least_sent(
+    sizes: Sequence[int], degree: int, heads: int, kv_heads: int, *, window: float | None = None
+) -> int:
     """Of groups of Ulysses on so many ranks the size that sends least for long documents, by formula.
 
-    Of two that send as much, the larger: it leaves attention in fewer pieces.
+    Of two that send as much, the larger: it leaves attention in fewer pieces. The others are arguments of
+    `fourfold.traffic.heads_sent`.
     """
     return min(
         sorted(sizes, reverse=True),
-        key=lambda size: heads_sent(heads, kv_heads, ring=degree // size, ulysses=size),
+        key=lambda size: heads_sent(heads, kv_heads, ring=degree // size, ulysses=size, window=window),
     )
