@@ -22,7 +22,10 @@ def bench(
     ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or 2.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the calibration here.")] = None,
 ) -> None:
-    """Measure products, attention and blocks of a model, and collectives, as the planner reads them."""
+    """Measure this machine for the planner.
+
+    Products, attention and blocks of a model, and collectives.
+    """
     import torch
 
     from fourfold.bench.compute import Shapes

@@ -4,7 +4,10 @@ import typer
 
 
 def doctor() -> None:
-    """Show versions, devices and measured rates, and check that two ranks compute what one does."""
+    """Check this machine and the installation.
+
+    Shows versions, devices and measured rates, and whether two ranks compute what one does.
+    """
     import torch
 
     from fourfold import doctor as machine

@@ -42,7 +42,10 @@ def explain(
     picture: Annotated[Path | None, typer.Option(help="Draw memory and step into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Predict memory, FLOPs, messages and bubble of a step, for any number of ranks. Nothing runs."""
+    """Predict what a training step takes.
+
+    Memory, FLOPs, messages and bubble, for any number of ranks. Nothing runs.
+    """
     from fourfold.explain import explain as predict
     from fourfold.planner.context import chosen
 

@@ -22,9 +22,10 @@ def export(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.float32,
 ) -> None:
-    """Write the model of a run's newest good checkpoint as a Hugging Face folder.
+    """Write a run's model as Hugging Face does.
 
-    It has config.json, safetensors and the tokenizer. Memory does not grow with the model.
+    It is that of the newest good checkpoint, as config.json, safetensors and the tokenizer. Memory does not
+    grow with the model.
     """
     import torch
 

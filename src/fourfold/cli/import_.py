@@ -20,9 +20,10 @@ def import_(
         ),
     ] = None,
 ) -> None:
-    """Check a Hugging Face folder, every weight of it, and write a run file that begins with its model.
+    """Check the weights of a Hugging Face folder.
 
-    Nothing is converted: the ranks of `fourfold train RUN.toml` (or `--init DIR`) read from the folder.
+    Every weight of it; and write a run file that begins with its model. Nothing is converted: the ranks of
+    `fourfold train RUN.toml` (or `--init DIR`) read from the folder.
     """
     from fourfold.checkpoint.hugging_face import CONFIG
     from fourfold.checkpoint.initial_weights import read_all

@@ -44,7 +44,10 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the first plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the fastest layouts of a model on a cluster, by prediction. Nothing runs."""
+    """Find the fastest layouts on a cluster.
+
+    By prediction: nothing runs.
+    """
     from fourfold.planner.search import Search
 
     problems = _out_of_range({"top": top, "tokens": tokens, "days": days})

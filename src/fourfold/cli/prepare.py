@@ -30,7 +30,10 @@ def prepare(
         str | None, typer.Option(help="The JSONL field or Parquet column with the text. Default: text.")
     ] = None,
 ) -> None:
-    """Tokenize a corpus into the cache, where `fourfold train` finds it."""
+    """Tokenize a corpus ahead of a run.
+
+    It goes into the cache, where `fourfold train` finds it.
+    """
     from fourfold.data import load_tokenizer
     from fourfold.pictures import unigram_entropy
     from fourfold.specs import DataSection, RunSpec

@@ -40,7 +40,10 @@ def rehearse(
     device: Annotated[str, typer.Option(help="Whose kernels and collectives: cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run the real code of a step as one rank of any layout, on tensors without data; count what it takes."""
+    """Run one rank of a step without the others.
+
+    The real code of any layout, on tensors without data; what it takes is counted.
+    """
     given = Given(sequence, batch, layout, microbatches, dtype, recompute)
     asked = step_asked_for(run_file, model, given, device=device)
     if broken := asked.problems():

@@ -60,7 +60,10 @@ def schedule(
         bool, typer.Option("--recompute", help="Show each stage's forward run again before its backward.")
     ] = False,
 ) -> None:
-    """Print the timeline of a pipeline schedule: a row a rank, a column a unit of time."""
+    """Print the timeline of a pipeline schedule.
+
+    A row is a rank, a column a unit of time.
+    """
     files = {
         option: path
         for option, path in (("picture", picture), ("trace", trace), ("save", save))

@@ -52,7 +52,10 @@ def simulate(
     picture: Annotated[Path | None, typer.Option(help="Draw the step into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate a step: its time, what every pipeline rank waits for, a trace. Nothing runs."""
+    """Simulate a step on devices not at hand.
+
+    Shows its time, what every pipeline rank waits for, a trace.
+    """
     from fourfold.outline import outline
     from fourfold.planner.context import chosen
     from fourfold.planner.simulation_loads import Knobs, simulate_step

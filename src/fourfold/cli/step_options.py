@@ -12,7 +12,7 @@ from fourfold.errors import UserError, choices, nearest
 if TYPE_CHECKING:
     from fourfold.outline import Step
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="A run file.")]
 ModelName = Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sequence.")]
 Batch = Annotated[int | None, typer.Option(help="Sequences of a step, over all ranks.")]

@@ -20,9 +20,7 @@ MICROBATCHES_OF_ALL = 4
 """Of a sweep over all layouts: as many as the longest pipeline of 8 ranks in which the small presets fit."""
 
 
-RunFile = Annotated[
-    Path | None, typer.Argument(metavar="[RUN.toml]", help="A run file; the data is made up.")
-]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="A run file; the data is made up.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="E.g. model.num_hidden_layers=3; may repeat."),
@@ -65,9 +63,10 @@ def verify(
     recompute: Recompute = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each layout.")] = False,
 ) -> None:
-    """Check that a layout computes what one process computes: loss, gradients, norm, weights, token counts.
+    """Check a layout against one process.
 
-    Ends with status 0 if all errors are within the tolerance of the dtype, else 1.
+    Compared are loss, gradients, norm, weights and token counts. Ends with status 0 if all errors are within
+    the tolerance of the dtype, else 1.
     """
     counts = {
         "--steps": steps,
