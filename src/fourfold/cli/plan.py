@@ -27,7 +27,9 @@ def plan(
         float | None, typer.Option(help="GB/s between nodes for each device; by default as usual.")
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="What fourfold bench measured.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of computation.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of computation; by default the quickest that the device has.")
+    ] = None,
     tokens: Annotated[
         float | None, typer.Option(help="Tokens to train on: days and GPU-hours, e.g. 15e12.")
     ] = None,
@@ -88,18 +90,18 @@ def question(
     nodes_of: int | None,
     network: float | None,
     calibration: Path | None,
-    dtype: str,
+    dtype: str | None,
     others: Sequence[str] = (),
 ) -> "Question":
     """What is asked, from the options. Raises `UserError` with every problem at once, and the ``others``."""
     from fourfold.outline import ITEMSIZES
-    from fourfold.planner.catalogue import machine
+    from fourfold.planner.catalogue import dtypes_of, machine
     from fourfold.planner.plans import Question
     from fourfold.specs import ModelSpec
 
     numbers = {"sequence": sequence, "batch": batch, "nodes-of": nodes_of, "network": network}
     problems = [*_out_of_range(numbers), *others]
-    if dtype not in ITEMSIZES:
+    if dtype is not None and dtype not in ITEMSIZES:
         problems.append(f"--dtype {dtype} does not exist: use {choices(ITEMSIZES)}")
     spec = devices = None
     try:
@@ -118,7 +120,12 @@ def question(
             )
         except UserError as error:
             problems += [f"--gpus: {message}" for message in error.messages]
-    if problems or spec is None or devices is None or match is None:
+        else:
+            has = dtypes_of(match[2])
+            if dtype == "bfloat16" and dtype not in has:
+                problems.append(f"--dtype {dtype}: {devices.name} has no units for it: use --dtype {has[0]}")
+            dtype = dtype or has[0]
+    if problems or spec is None or devices is None or match is None or dtype is None:
         raise UserError(*problems)
     if calibration is not None:
         devices = devices.calibrated(calibration)
@@ -253,7 +260,11 @@ def _answers(
         )
     if what_if:
         for name, other in questions.knobs(asked):
-            plan = Search(other).run().plans[0]
+            try:
+                plan = Search(other).run().plans[0]
+            except UserError:
+                answers[name] = f"with {name}: no layout fits"
+                continue
             gain = best.time.total / plan.time.total - 1
             answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.layout})"
     if limits:

@@ -146,6 +146,12 @@ def machine(
     )
 
 
+def dtypes_of(name: str) -> list[str]:
+    """Of the dtypes that a run computes in, the quickest first, those that a device of the catalogue has."""
+    device = accelerator(SHORT_NAMES.get(_spelled(name), name))
+    return [dtype for dtype in ("bfloat16", "float32") if device is None or dtype in device.peak_flops]
+
+
 def _peaks(device: Accelerator) -> dict[str, float]:
     """Where a device has no units for bfloat16, float16 takes its place; float64 is not for training."""
     peaks = dict(device.peak_flops)

@@ -94,6 +94,8 @@ def knobs(asked: Question) -> Iterator[tuple[str, Question]]:
     yield "element-wise kernels compiled", replace(asked, practice=replace(practice, compiled=True))
     if "float8" in machine.peak_flops:
         yield "products in float8", replace(asked, practice=replace(practice, products="float8"))
+    if asked.dtype == "bfloat16":
+        yield "computation in float32", replace(asked, dtype="float32")
     yield (
         "twice the memory",
         replace(asked, machine=replace(machine, memory_bytes=2 * machine.memory_bytes)),

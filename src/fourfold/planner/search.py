@@ -10,10 +10,11 @@ best are then run on the schedule's clock, which has the last word.
 import heapq
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import product
 
 from fourfold.errors import UserError
 from fourfold.outline import Step
-from fourfold.planner.context import chosen
+from fourfold.planner.expert import layouts_by_hand
 from fourfold.planner.fits import USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
@@ -31,9 +32,6 @@ MOST_ROWS = 8
 
 LEAST_TOKENS = 256
 """Of a sequence on a rank of cp and tp."""
-
-LONGEST_UNCUT = 16384
-"""Tokens of a row up to which an expert leaves it whole."""
 
 KEPT = 50
 """So many of the best run on the clock."""
@@ -79,29 +77,11 @@ class Search:
         return any(self._fitting(shape)[0] for shape in self._shapes())
 
     def by_hand(self) -> Plan | None:
-        """The layout that an expert would write down, None where none of them fits.
-
-        Sharded weights alone if they fit. Else tensor parallelism over a node and as few pipeline stages as
-        fit, with ZeRO-1, two stages a rank, one row a microbatch. Longer rows than 16 Ki tokens are cut.
-        Of recomputation the least that fits.
-        """
-        asked = self._asked
-        node, cp = min(8, asked.machine.levels[0].ranks), 1
-        while asked.sequence_length // cp > LONGEST_UNCUT:
-            cp *= 2
-        for tp, pp in [(1, 1), *((node, 2**power) for power in range(8))]:
-            layers, data = asked.spec.num_hidden_layers, asked.ranks // (tp * cp * pp)
-            if pp > layers or data * tp * cp * pp != asked.ranks or data == 0 or asked.batch % data:
-                continue
-            schedule = None if pp == 1 else "interleaved2" if 2 * pp <= layers else "1f1b"
-            placed = "zero1" if pp > 1 and data > 1 else None
-            context = self._context(tp, cp)
-            for recompute in POLICIES:
-                shape = Shape(tp, cp, pp, 1, asked.batch // data, schedule, recompute, context)
-                layout = shape.layout(1, data, placed)
-                step = self._step(shape, layout)
-                if not step.problems() and (1, data, placed) in self._fitting(shape)[0]:
-                    return self.plan(step)
+        """The layout that an expert would write down, None where none of them fits."""
+        for shape, way in layouts_by_hand(self._asked):
+            step = self._step(shape, shape.layout(*way))
+            if not step.problems() and way in self._fitting(shape)[0]:
+                return self.plan(step)
         return None
 
     def plan(self, step: Step) -> Plan:
@@ -132,7 +112,7 @@ class Search:
                 yield from self._in_depth(tp, cp)
 
     def _in_depth(self, tp: int, cp: int) -> Iterator[Shape]:
-        asked, context = self._asked, self._context(tp, cp)
+        asked, contexts = self._asked, self._contexts(tp, cp)
         for pp in divisors(asked.ranks // (tp * cp)):
             if pp > asked.spec.num_hidden_layers:
                 self._drop("more stages than layers", 1)
@@ -145,14 +125,16 @@ class Search:
             for rows in (rows for rows in divisors(share) if rows <= MOST_ROWS):
                 for schedule in self._schedules(pp, share // rows):
                     # Weight gradients that come later keep what recomputation would drop.
-                    for recompute in ("none",) if str(schedule).startswith("zb") else POLICIES:
-                        yield Shape(tp, cp, pp, rows, share // rows, schedule, recompute, context)
+                    policies = ("none",) if str(schedule).startswith("zb") else POLICIES
+                    for choice in product(policies, contexts):
+                        yield Shape(tp, cp, pp, rows, share // rows, schedule, *choice)
 
-    def _context(self, tp: int, cp: int) -> str | None:
-        """The option of cp: what a run on this machine takes where none is given."""
-        asked = self._asked
-        step = Step(asked.spec, Layout(cp=cp, tp=tp), 1, asked.sequence_length, dtype=asked.dtype)
-        return None if step.problems() else chosen(step, machine=asked.machine).layout.options.get("cp")
+    def _contexts(self, tp: int, cp: int) -> list[str | None]:
+        """Every option of cp that the heads allow: a ring, Ulysses, and Ulysses in groups within a ring."""
+        if cp == 1:
+            return [None]
+        open_ = Layout(cp=cp, tp=tp)
+        return [open_.with_ulysses(size).options["cp"] for size in open_.ulysses_sizes(self._asked.spec)]
 
     def _schedules(self, pp: int, microbatches: int) -> list[str | None]:
         if pp == 1:
@@ -182,7 +164,7 @@ class Search:
         return self._known_pipelines[key]
 
     def _sizes(self, shape: Shape) -> Sizes:
-        key = shape.tp, shape.cp, shape.rows, shape.recompute
+        key = shape.tp, shape.cp, shape.rows, shape.recompute, shape.context
         if key not in self._known_sizes:
             alone = self._step(shape, shape.inside, alone=True)
             self._known_sizes[key] = block_sizes(alone, self._asked.practice)
@@ -270,7 +252,7 @@ class Search:
         )
 
     def _inner(self, shape: Shape) -> BlockSeconds:
-        key = shape.tp, shape.cp, shape.rows, shape.recompute
+        key = shape.tp, shape.cp, shape.rows, shape.recompute, shape.context
         if key not in self._known_blocks:
             times = self._times.blocks(self._step(shape, shape.inside, alone=True))
             layer = times.layer.forward.total + times.layer.backward.total
