@@ -7,6 +7,8 @@ fills: a block takes no less than it takes to start them. What tp and cp send wh
 on its way, but for the messages of a ring, which travel behind attention.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -89,15 +91,25 @@ class BlockTimes:
         return found
 
 
-def block_times(step: Step, machine: Machine, practice: Practice = OURS) -> BlockTimes:
-    """The time of each kind of block of a step. Depends on its microbatch, tp, cp and recomputation alone."""
+def block_times(
+    step: Step, machine: Machine, practice: Practice = OURS, *, ends: BlockTimes | None = None
+) -> BlockTimes:
+    """The time of each kind of block of a step. Depends on its microbatch, tp, cp and recomputation alone.
+
+    The embedding and the head are as in ``ends`` if that is given: the times of a step that differs in
+    recomputation or in how attention is cut alone.
+    """
     one = replace(step, layout=_inside(step.layout), batch=step.rows, microbatches=1)
-    found = _Blocks(one, machine, practice).times()
-    if not machine.blocks or practice.compiled or practice.products:
-        return found
-    return BlockTimes(
-        *(_measured(one, machine, block, found.of(block)) for block in ("embed", "layer", "head"))
-    )
+    blocks = _Blocks(one, machine, practice)
+    is_measured = machine.blocks and not practice.compiled and not practice.products
+
+    def of(block: str, times: Callable[[], BlockTime]) -> BlockTime:
+        return _measured(one, machine, block, times()) if is_measured else times()
+
+    layer = of("layer", blocks.layer)
+    if ends is not None:
+        return BlockTimes(ends.embed, layer, ends.head)
+    return BlockTimes(of("embed", blocks.embed), layer, of("head", blocks.head))
 
 
 def _measured(step: Step, machine: Machine, block: str, times: BlockTime) -> BlockTime:
@@ -128,7 +140,7 @@ def _inside(layout: Layout) -> Layout:
 
 def stride_of(layout: Layout, axis: str) -> int:
     """How many ranks lie between neighbours of an axis, or of joint axes as ``fsdp,cp``."""
-    fastest = max(AXES.index(name) for name in axis.split(","))
+    fastest = max(map(AXES.index, axis.split(",")))
     return layout.size(*AXES[fastest + 1 :])
 
 
@@ -160,9 +172,6 @@ class _Blocks:
         self._costs = segment_costs(step, [["embed"], ["layer.0"], ["head"]])
         self._kernels = FUSED if practice.compiled else 1.0
 
-    def times(self) -> BlockTimes:
-        return BlockTimes(self._embed(), self._layer(), self._head())
-
     def _product(self, n: int, k: int) -> float:
         """Of all tokens of a microbatch with a weight of (n, k)."""
         return self._machine.product_seconds(
@@ -190,31 +199,27 @@ class _Blocks:
 
     def _part(self, block: str, compute: float, *, events: list[Event], hidden: float, times: int) -> Part:
         """A part of a block: what its kernels take, and what it waits for messages and for the host."""
-        step, machine = self._step, self._machine
-        tp = sum(collective(event, step, machine) for event in events if event.axis == "tp")
-        tp *= 1 - self._practice.tp_hidden
-        exchanged = sum(
-            collective(event, step, machine)
-            for event in events
-            if event.axis == "cp" and event.op == "all_to_all"
-        )
-        # What is received arrives while as much is sent.
-        ring = sum(collective(event, step, machine) for event in events if event.op == "send")
-        cp = exchanged + max(0.0, ring - hidden)
+        machine, seconds = self._machine, {"tp": 0.0, "all_to_all": 0.0, "send": 0.0}
+        for event, count in Counter(events).items():  # most are alike
+            kind = "tp" if event.axis == "tp" else event.op
+            if kind != "recv":  # it arrives while as much is sent
+                seconds[kind] += count * collective(event, self._step, machine)
+        tp = seconds["tp"] * (1 - self._practice.tp_hidden)
+        cp = seconds["all_to_all"] + max(0.0, seconds["send"] - hidden)
         started = FORWARD_KERNELS[block] * times * self._kernels + len(events)
         launch = started * (self._practice.launch_seconds or machine.launch_seconds)
         if not self._practice.launches_wait:
             launch = max(0.0, launch - compute - tp - cp)
         return Part(compute, launch, tp, cp)
 
-    def _embed(self) -> BlockTime:
+    def embed(self) -> BlockTime:
         size = self._sizes.entered
         events = self._costs.forward(0, 0), self._costs.backward(0, 0)
         forward = self._part("embed", self._elements(2 * size), events=events[0], hidden=0, times=1)
         backward = self._part("embed", self._elements(4 * size), events=events[1], hidden=0, times=1)
         return BlockTime(forward, forward, backward, backward)
 
-    def _layer(self) -> BlockTime:
+    def layer(self) -> BlockTime:
         products = _products(self._step.spec, self._step.layout.tp)
         forward = {names: self._product(n, k) for names, (n, k) in products.items()}
         backward = [self._backward_product(n, k) for n, k in products.values()]
@@ -249,7 +254,7 @@ class _Blocks:
         matrices = len([name for name in spec.layer_shapes() if name.startswith("mlp.")])
         return 10 * sizes.stream + 4 * (sizes.queries + sizes.keys) + (4 if matrices > 2 else 2) * sizes.inner
 
-    def _head(self) -> BlockTime:
+    def head(self) -> BlockTime:
         step, sizes, practice = self._step, self._sizes, self._practice
         columns = -(-step.spec.vocab_size // step.layout.tp)
         logits = sizes.tokens * columns

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
+from operator import add
 
 from fourfold.errors import UserError
 from fourfold.outline import Step
@@ -18,7 +19,7 @@ from fourfold.planner.expert import layouts_by_hand
 from fourfold.planner.fits import USABLE, Sizes, activations_of, held
 from fourfold.planner.pipeline import in_flight, stages_of_ranks
 from fourfold.planner.plans import POLICIES, Found, Plan, Question, simplest_first
-from fourfold.planner.shapes import BlockSeconds, RankLoads, Shape, Way, block_sizes, fullest
+from fourfold.planner.shapes import BlockSeconds, RankLoads, Shape, Way, block_sizes, fullest, placements_of
 from fourfold.planner.stages import closed_form, most_stages, stages_of
 from fourfold.planner.step_time import StepTimes
 from fourfold.specs import Layout, ScheduleName
@@ -185,11 +186,7 @@ class Search:
     def _fitting(self, shape: Shape) -> tuple[list[Way], int]:
         """Every dp, fsdp and placement with which a shape fits; and how many there are."""
         data = self._asked.ranks // (shape.tp * shape.cp * shape.pp)
-        ways: list[tuple[int, str | None]] = [
-            (fsdp, placed)
-            for fsdp in reversed(divisors(data))
-            for placed in (tuple(PLACEMENTS) if fsdp > 1 else (None,))
-        ]
+        ways = placements_of(data)
         found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
         assert found is not None
         sizes = self._sizes(shape)
@@ -201,7 +198,7 @@ class Search:
                 if fsdp > 1 and placed in too_much:
                     continue
                 rest = self._rest(shape, found, fsdp, placed)
-                if all(one + other <= self._usable for one, other in zip(rest, kept, strict=True)):
+                if max(map(add, rest, kept)) <= self._usable:
                     fitting.append((data // fsdp, fsdp, placed))
                 else:
                     too_much.add(placed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fourfold.outline import Step
 from fourfold.planner.compute import numel_of_blocks
@@ -9,10 +10,21 @@ from fourfold.planner.fits import Held, Sizes, StageLoad, held
 from fourfold.planner.practice import OURS, Practice
 from fourfold.planner.stages import Stage, loads_of
 from fourfold.specs import Layout
-from fourfold.specs.placement import Placement
+from fourfold.specs.placement import PLACEMENTS, Placement
+from fourfold.specs.spec import divisors
 
 Way = tuple[int, int, str | None]
 """dp, fsdp, and the placement by its name."""
+
+
+@lru_cache(maxsize=1024)
+def placements_of(data: int) -> tuple[tuple[int, str | None], ...]:
+    """Every fsdp of so many ranks of the Batch axis with its placements, those that hold least first."""
+    return tuple(
+        (fsdp, placed)
+        for fsdp in reversed(divisors(data))
+        for placed in (tuple(PLACEMENTS) if fsdp > 1 else (None,))
+    )
 
 
 @dataclass(frozen=True)

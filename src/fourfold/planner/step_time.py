@@ -171,14 +171,17 @@ class StepTimes:
     def __init__(self, machine: Machine, practice: Practice = OURS):
         self.machine, self.practice = machine, practice
         self._blocks: dict[object, BlockTimes] = {}
+        self._ends: dict[object, BlockTimes] = {}
 
     def blocks(self, step: Step) -> BlockTimes:
         """The times of a step's blocks."""
         layout = step.layout
-        key = (step.spec, layout.tp, layout.cp, layout.options.get("tp"), layout.options.get("cp"),
-               step.rows, step.sequence_length, step.dtype, str(step.recompute))  # fmt: skip
+        of_ends = (step.spec, layout.tp, layout.cp, layout.options.get("tp"),
+                   step.rows, step.sequence_length, step.dtype)  # fmt: skip
+        key = of_ends, layout.options.get("cp"), str(step.recompute)
         if key not in self._blocks:
-            self._blocks[key] = block_times(step, self.machine, self.practice)
+            found = block_times(step, self.machine, self.practice, ends=self._ends.get(of_ends))
+            self._blocks[key] = self._ends[of_ends] = found
         return self._blocks[key]
 
     def laid(self, step: Step) -> Laid:

@@ -15,7 +15,7 @@ and so on. So what is cut, and sent, is as little as balance allows.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 MOST_IMBALANCE = 1.05
@@ -37,6 +37,10 @@ class Partition:
 
     def counts(self) -> list[int]:
         """How many tokens each rank holds."""
+        return list(self._counts)
+
+    @cached_property
+    def _counts(self) -> list[int]:
         return [sum(stop - start for start, stop in runs) for runs in self.runs]
 
     def columns(self, rank: int) -> tuple[range, ...]:

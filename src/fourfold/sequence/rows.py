@@ -101,8 +101,13 @@ class Ring:
 
     def tokens(self, documents: Documents, q_rank: int, k_rank: int) -> int:
         """How many tokens' keys and values that is, over all rows."""
-        needed = self.needed(documents, q_rank, k_rank)
-        return sum((part.rows.stop - part.rows.start) * part.tokens for part in needed)
+        return _tokens(self, documents, q_rank, k_rank)
+
+
+@lru_cache(maxsize=4096)
+def _tokens(ring: Ring, documents: Documents, q_rank: int, k_rank: int) -> int:
+    needed = _needed(ring, documents, q_rank, k_rank)
+    return sum((part.rows.stop - part.rows.start) * part.tokens for part in needed)
 
 
 @lru_cache(maxsize=4096)
