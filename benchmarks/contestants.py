@@ -4,7 +4,7 @@ A contestant is built on every rank of its team and has one method, ``step(k) ->
 """
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from fourfold.initialize import initialize_, whole
 from fourfold.layer.split import split
 from fourfold.mesh import Mesh
 from fourfold.models import Decoder, Microbatch
-from fourfold.models.decoder import MLP, DecoderLayer
+from fourfold.models.decoder import MLP, Attention, DecoderLayer
 from fourfold.models.loss import cross_entropy_sum
 from fourfold.models.norm import RMSNorm
 from fourfold.specs import Layout, OptimizerSection, RunSpec
@@ -249,8 +249,10 @@ class _PyTorchLoss(nn.Module):
 
 
 def with_torch_layers_(model: Decoder) -> Decoder:
-    """Put plain PyTorch's in place of our norms and feed-forward, with the same weights; return the model."""
+    """Put PyTorch's in place of our norms, feed-forward and attention, on the same weights; return it."""
     for parent in list(model.modules()):
+        if isinstance(parent, Attention):
+            parent.attend = torch_attention
         for name, child in list(parent.named_children()):
             if isinstance(child, RMSNorm):
                 plain = nn.RMSNorm(child.weight.shape, eps=child.eps)
@@ -270,6 +272,13 @@ class TorchMLP(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BSC)) * self.up_proj(x_BSC))
+
+
+def torch_attention(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **_: Any) -> Tensor:
+    """PyTorch's own, (B, S, H, D), for rows of one document each and the usual scale."""
+    q_BHSD, k_BKSD, v_BKSD = (tensor.transpose(1, 2) for tensor in (q_BSHD, k_BSKD, v_BSKD))
+    out = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 def torch_cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

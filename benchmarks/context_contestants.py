@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contestants import Plain, _adamw, _PyTorchLoss, decoder
+from benchmarks.contestants import Plain, _adamw, _PyTorchLoss, decoder, torch_attention
 from benchmarks.workloads import Workload
 from fourfold.models.decoder import Attention
 
@@ -68,13 +68,6 @@ def _without_documents(attend: Attend, q: Tensor, k: Tensor, v: Tensor, **_: Any
     return attend(q, k, v)
 
 
-def causal(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, **_: Any) -> Tensor:
-    """PyTorch's own attention over the tokens of one process, (B, S, H, D)."""
-    q_BHSD, k_BKSD, v_BKSD = (tensor.transpose(1, 2) for tensor in (q_BSHD, k_BSKD, v_BSKD))
-    out = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
 def deepspeed_ulysses(ranks: int) -> Attend:
     """DeepSpeed's ``DistributedAttention`` around PyTorch's attention."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
@@ -83,7 +76,7 @@ def deepspeed_ulysses(ranks: int) -> Attend:
         from deepspeed.sequence.layer import DistributedAttention
 
         deepspeed.init_distributed("gloo")
-    layer = DistributedAttention(causal, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    layer = DistributedAttention(torch_attention, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     return lambda q, k, v: layer(q, k, v, 0)
 
 
@@ -93,7 +86,7 @@ def yunchang_ulysses(ranks: int) -> Attend:
     from yunchang.ulysses import UlyssesAttention
 
     layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_MATH)
-    layer.attn_fn = causal
+    layer.attn_fn = torch_attention
     return layer
 
 

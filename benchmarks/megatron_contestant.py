@@ -7,11 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.contestants import decoder, with_torch_layers_
+from benchmarks.contestants import decoder, torch_attention, with_torch_layers_
 from benchmarks.tensor_contestants import adamw
 from benchmarks.workloads import MODEL, Workload
 from fourfold.models import Microbatch
-from fourfold.models.attention import attention
 from fourfold.models.decoder import Attention, DecoderLayer
 from fourfold.models.rope import rotate
 
@@ -120,14 +119,7 @@ class _Layer(nn.Module):
         qkv, _ = self.qkv(self.norm_1(x_SBC))
         heads_BSHD = qkv.transpose(0, 1).unflatten(-1, (-1, self.head_dim))
         q_BSHD, k_BSKD, v_BSKD = heads_BSHD.split(self.sizes, 2)
-        out_BSHD = attention(
-            rotate(q_BSHD, cos, sin),
-            rotate(k_BSKD, cos, sin),
-            v_BSKD,
-            documents=documents,
-            window=None,
-            scale=self.head_dim**-0.5,
-        )
+        out_BSHD = torch_attention(rotate(q_BSHD, cos, sin), rotate(k_BSKD, cos, sin), v_BSKD)
         out, _ = self.out(out_BSHD.flatten(-2).transpose(0, 1).contiguous())
         x_SBC = x_SBC + out
         gate, up = self.gate_up(self.norm_2(x_SBC))[0].chunk(2, -1)

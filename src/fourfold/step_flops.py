@@ -25,8 +25,9 @@ from fourfold.flops import Convention, attended_pairs, flops_of_a_pair, pairs_in
 from fourfold.memory import tokens_of_logits
 from fourfold.program.actions import Action, Kind
 from fourfold.program.program import Program
+from fourfold.rectangle import Rectangle
 from fourfold.sequence.partition import partition_of, tokens_of_ranks
-from fourfold.sequence.rectangles import Rectangle, rectangles
+from fourfold.sequence.rectangles import rectangles
 from fourfold.sequence.rows import Documents
 from fourfold.specs.layout import Layout
 from fourfold.specs.model import ModelSpec

@@ -92,3 +92,19 @@ def test_heads_that_the_kernel_would_misread_are_refused():
         )
     with pytest.raises(AssertionError, match="divide"):
         attention(q[:, :, :5], k, v, documents=((S,),) * B, window=None, scale=1)
+
+
+@pytest.mark.parametrize("length", [129, 300, 600])
+def test_squares_in_blocks_equal_the_kernel(length):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, length, n, D, generator=generator, dtype=torch.float64) for n in (H, K, K, H)
+    )
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = attention(q, k, v, documents=((length,),) * 2, window=None, scale=SCALE)
+    whole = F.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in inputs), is_causal=True, scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, whole, rtol=0, atol=1e-13)
+    for found, right in zip(*(torch.autograd.grad(o, inputs, grad) for o in (out, whole)), strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-13)

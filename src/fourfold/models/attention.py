@@ -1,10 +1,16 @@
 """Causal attention inside documents, exact, without a mask over the whole row."""
 
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fourfold.attention_engine import Forward, attend, attend_backward, goes_in_blocks
+from fourfold.kept import ATTENTION, dear
+from fourfold.rectangle import Rectangle
 
 
 def attention(
@@ -53,6 +59,8 @@ def _attend_document(
     q_BHSD, k_BKSD, v_BKSD = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
     S = q_BHSD.shape[2]
     if window is None or window >= S:
+        if q_BSHD.device.type == "cpu" and goes_in_blocks(S):
+            return _CausalInBlocks.apply(q_BSHD, k_BSKD, v_BSKD, scale)
         out_BHSD = F.scaled_dot_product_attention(
             q_BHSD, k_BKSD, v_BKSD, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -73,3 +81,27 @@ def _attend_document(
         )
         outs.append(out_BHSD.transpose(1, 2))
     return torch.cat(outs, 1)
+
+
+class _CausalInBlocks(torch.autograd.Function):
+    """Attention of rows that are one document each; see [Note: squares in blocks] in the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = dear(ATTENTION, lambda: attend(q, k, v, _square(q), scale))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        found = attend_backward(grad, Forward(*ctx.saved_tensors), _square(grad), ctx.scale)
+        return *found, None
+
+
+def _square(q_BSHD: Tensor) -> Rectangle:
+    """All pairs of positions, those with later ones left out."""
+    S = q_BSHD.shape[1]
+    return Rectangle(0, S, 0, S, 0, causal=True)

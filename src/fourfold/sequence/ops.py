@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fourfold.attention_engine import Forward
 from fourfold.mesh import Axis
-from fourfold.sequence.engine import Forward
 from fourfold.sequence.partition import tokens_of_ranks
 from fourfold.sequence.ring import Around, ring_backward, ring_forward
 from fourfold.sequence.rows import Documents, Ring

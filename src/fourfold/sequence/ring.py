@@ -25,10 +25,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fourfold.attention_engine import Forward, attend, attend_backward
 from fourfold.collectives import exchange_
 from fourfold.mesh import Axis
-from fourfold.sequence.engine import Forward, attend, attend_backward
-from fourfold.sequence.rectangles import Rectangle
+from fourfold.rectangle import Rectangle
 from fourfold.sequence.rows import Documents, Needed, Ring, rows_alike
 
 

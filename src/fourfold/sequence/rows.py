@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
+from fourfold.rectangle import Rectangle
 from fourfold.sequence.partition import Run, partition_of
-from fourfold.sequence.rectangles import Rectangle, keys_needed, rectangles
+from fourfold.sequence.rectangles import keys_needed, rectangles
 
 Documents = tuple[tuple[int, ...], ...]
 """Of each row of a batch, the lengths of its documents."""

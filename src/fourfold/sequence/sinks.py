@@ -2,8 +2,8 @@
 
 [Note: a sink is one more key] With l the log-sum-exp over all keys and s the sink, the log-sum-exp over both
 is l' = logaddexp(l, s), and the output o' = exp(l - l') o. Kept in place of l and o, they are the global
-statistics of `fourfold.sequence.engine`, so the gradients of all blocks of keys are computed as ever. That of
-the sink is the sum over rows of -exp(s - l') rowsum(do * o').
+statistics of `fourfold.attention_engine`, so the gradients of all blocks of keys are computed as ever. That
+of the sink is the sum over rows of -exp(s - l') rowsum(do * o').
 """
 
 import torch
