@@ -82,8 +82,14 @@ def test_everything_is_counted(found: Found) -> None:
 
 
 def test_nothing_that_fits_is_an_answer_too() -> None:
-    with pytest.raises(UserError, match=r"no layout of 1 devices is possible: .* does not fit into memory"):
-        Search(replace(ASKED, ranks=1, machine=machine("L4"), batch=1)).run()
+    alone = replace(ASKED, ranks=1, machine=machine("L4"), batch=1)
+    with pytest.raises(
+        UserError, match=r"no layout of 1 device is possible: .* does not fit into memory"
+    ) as no:
+        Search(alone).run()
+    step = Step(ASKED.spec, Layout(), 1, 4096, 1, "bfloat16", recompute=RecomputeName("full"))
+    needed = Search(alone).plan(step).memory.reserved / 1e9
+    assert f"the layout that takes least needs {needed:.1f} GB of" in str(no.value)
 
 
 def test_every_way_to_cut_a_sequence_is_looked_at() -> None:

@@ -261,11 +261,11 @@ def _answers(
     if what_if:
         for name, other in questions.knobs(asked):
             try:
-                plan = Search(other).run().plans[0]
+                plan = Search(other).run().quickest
             except UserError:
                 answers[name] = f"with {name}: no layout fits"
                 continue
-            gain = best.time.total / plan.time.total - 1
+            gain = found.quickest.time.total / plan.time.total - 1
             answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.layout})"
     if limits:
         answers["longest"] = (

@@ -123,7 +123,8 @@ def machine(
     device = accelerator(SHORT_NAMES.get(_spelled(name), name))
     if device is None:
         known = ", ".join(SHORT_NAMES)
-        raise UserError(f"device '{name}' is not known.{nearest(name, SHORT_NAMES)} Known: {known}")
+        alike = nearest(name.upper(), SHORT_NAMES)
+        raise UserError(f"device '{name}' is not known.{alike} Known: {known}")
     reached = _reached(device.names[0])
     node = nodes_of or max(device.link_devices, 1)
     is_bus = device.link_devices == 1  # no links but the bus of the host

@@ -83,6 +83,11 @@ class Found:
     tried: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def quickest(self) -> Plan:
+        """The first one may be a simpler one that cannot be told from it."""
+        return min(self.plans, key=lambda plan: plan.time.total)
+
 
 def simplest_first(plans: list[Plan]) -> list[Plan]:
     """The plans by time, but first the simplest of those that cannot be told from the best."""

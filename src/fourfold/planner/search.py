@@ -189,8 +189,7 @@ class Search:
         ways = placements_of(data)
         found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
         assert found is not None
-        sizes = self._sizes(shape)
-        kept = [(1 + sizes.fragmentation) * sum(activations_of(sizes, load)) for load, _ in found.heavy]
+        kept = self._kept(shape, found)
         fitting: list[Way] = []
         if max(kept) <= self._usable:
             too_much: set[str | None] = set()  # with fewer owners it is more
@@ -312,8 +311,34 @@ class Search:
         return found
 
     def _why_nothing(self) -> str:
+        """Why no layout is possible, and by how much memory is too small where that is it."""
+        asked = self._asked
         reasons = ", ".join(f"{count:,} {why}" for why, count in self._found.dropped.most_common())
-        return f"no layout of {self._asked.ranks} devices is possible: {reasons}"
+        devices = f"{asked.ranks:,} device{'s' if asked.ranks > 1 else ''}"
+        least = min(map(self._least, self._shapes()), default=None)
+        missing = ""
+        if least is not None:
+            missing = (
+                f"; the layout that takes least needs {least / 1e9:,.1f} GB of {self._usable / 1e9:,.1f}: "
+                "use more devices, shorter sequences, or a device with more memory"
+            )
+        return f"no layout of {devices} is possible: {reasons}{missing}"
+
+    def _least(self, shape: Shape) -> float:
+        """What the fullest rank of a shape reserves with the Batch axis in as many pieces as there are."""
+        found = self._pipeline(shape.pp, shape.schedule, shape.microbatches)
+        assert found is not None
+        data = self._asked.ranks // (shape.tp * shape.cp * shape.pp)
+        return min(
+            max(map(add, self._rest(shape, found, fsdp, placed), self._kept(shape, found)))
+            for fsdp, placed in placements_of(data)
+            if fsdp == data
+        )
+
+    def _kept(self, shape: Shape, found: RankLoads) -> list[float]:
+        """What ranks reserve for activations."""
+        sizes = self._sizes(shape)
+        return [(1 + sizes.fragmentation) * sum(activations_of(sizes, load)) for load, _ in found.heavy]
 
     def _drop(self, why: str, count: int) -> None:
         self._found.dropped[why] += count
