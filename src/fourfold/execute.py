@@ -17,19 +17,8 @@ from fourfold.place import HERE, encoded
 from fourfold.program.actions import Action, Kind
 from fourfold.program.liveness import Left, left_behind
 from fourfold.program.program import Program
-from fourfold.segment import Segment
+from fourfold.segment import Segment, gradient_of_mean_loss
 from fourfold.weight_gradients import WeightGradients
-
-
-def gradient_of_mean_loss(loss_sum: Tensor, valid_tokens: int) -> Tensor:
-    """The gradient that the backward starts with: that of ``loss_sum / valid_tokens``.
-
-    [Note: the loss is a sum] Segments return the *sum* of the token losses of a microbatch. It is divided
-    here, once, by the number of valid tokens of the whole global batch, known before the first backward.
-    Gradients are then only ever added: over microbatches and over ranks. With no valid token at all, loss and
-    gradients are 0.
-    """
-    return torch.full_like(loss_sum, 1.0 / max(valid_tokens, 1))
 
 
 @dataclass
