@@ -1,13 +1,14 @@
 """``fourfold plan`` as a command: what it prints, writes and refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fourfold.cli import app
-from fourfold.specs import RunSpec
+from fourfold.specs import ModelSpec, RunSpec
 
 ASKED = ["plan", "--model", "qwen3-0.6b", "--gpus", "8xA100-80GB", "--sequence", "4096", "--batch", "64"]
 
@@ -28,6 +29,25 @@ def test_the_table_and_the_run_file(tmp_path: Path) -> None:
     loaded.check(vocab_size=257, world_size=8)
     assert f"\n{loaded.layout} " in printed
     assert loaded.training.batch == 64
+
+
+def test_a_run_file_of_a_config_has_the_positions_that_it_needs(tmp_path: Path) -> None:
+    sizes = ModelSpec.preset("tiny").to_config() | {"max_position_embeddings": 64}
+    config, out = tmp_path / "config.json", tmp_path / "plan.toml"
+    config.write_text(json.dumps(sizes))
+    words = ["--model", str(config), "--gpus", "2xL4", "--sequence", "128", "--batch", "4", "--out", str(out)]
+    assert CliRunner().invoke(app, ["plan", *words]).exit_code == 0
+    loaded = RunSpec.load(out)
+    loaded.check(world_size=2)
+    assert loaded.model.spec().max_position_embeddings == 128
+
+
+def test_others_say_how_much_longer_they_take_and_ends_that_were_not_reached_are_named() -> None:
+    words = ["plan", "--model", "tiny", "--gpus", "1xL4", "--sequence", "2048", "--batch", "1", "--limits"]
+    printed = CliRunner().invoke(app, words).output
+    assert re.search(r"\ndp1, 1 x 1, recompute full: \+[\d.]+% time \(", printed)
+    assert "the longest sequence that fits: 2,048 tokens (no longer one is looked at: powers" in printed
+    assert "(no deeper one is looked at)" in printed
 
 
 def test_json() -> None:

@@ -52,6 +52,27 @@ def test_a_calibration_replaces_fields_and_comes_back_from_json(tmp_path: Path) 
         found.calibrated(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "is no JSON object"),
+        ('{"levels": 3}', "levels is not as fourfold bench writes it"),
+        ('{"levels": [{"ranks": 8}]}', "levels is not as"),
+        (
+            '{"products": [{"m": "1", "n": 1, "k": 1, "dtype": "bfloat16", "seconds": 1}]}',
+            "products is not as",
+        ),
+        ('{"peak_flops": 1e15}', "peak_flops is not as"),
+        ('{"launch_seconds": NaN}', "launch_seconds is not as"),
+    ],
+)
+def test_a_calibration_that_nothing_wrote_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=says):
+        machine("A100-80GB").calibrated(file)
+
+
 def test_a_product_counts_whole_waves_and_memory() -> None:
     found = machine("A100-80GB")
     one_wave = found.product_seconds(128 * 108, 256, 4096, "bfloat16")

@@ -18,6 +18,7 @@ def test_a_budget_of_tokens_in_days_and_device_hours() -> None:
     found = cost(plan, 1e9)
     assert found.steps == -(-(10**9) // (8 * 1024))
     assert found.device_hours == pytest.approx(found.days * 24 * 2)
+    assert cost(plan, 0.5).steps == 1
 
 
 def test_the_fewest_devices_are_enough_and_half_are_not() -> None:

@@ -145,7 +145,7 @@ def _out_of_range(numbers: Mapping[str, float | None]) -> list[str]:
 def text(found: "Found", asked: "Question", model: str, top: int) -> str:
     """What was found, for people."""
     from fourfold.planner.plans import TIE
-    from fourfold.planner.report import ERROR, why_slower
+    from fourfold.planner.report import ERROR, difference
 
     best = found.plans[0]
     tokens = asked.batch * asked.sequence_length
@@ -163,19 +163,20 @@ def text(found: "Found", asked: "Question", model: str, top: int) -> str:
             f"{len(ties)} of those below are within {TIE:.0%} of the first, which a prediction cannot tell "
             "apart: the first is the simplest"
         )
-    lines += [f"{plan.layout} loses: {why_slower(plan, best)}" for plan in found.plans[1:top]]
+    lines += [f"{_named(plan)}: {difference(plan, best)}" for plan in found.plans[1:top]]
     beside = {"by hand": found.by_hand, "best without a pipeline": found.without_pipeline}
     for name, other in beside.items():
-        if other is None:
-            lines.append(f"{name}: none fits")
-        else:
-            slower = other.time.total / best.time.total - 1
-            lines.append(
-                f"{name}: {other.layout}, {other.step.microbatches} x {other.step.rows}, recompute "
-                f"{other.step.recompute}: {slower:+.1%} time ({why_slower(other, best)})"
-            )
+        lines.append(
+            f"{name}: none is possible"
+            if other is None
+            else f"{name}: {_named(other)}: {difference(other, best)}"
+        )
     lines += ["", _memory(best, asked), "", _counts(found)]
     return "\n".join(lines)
+
+
+def _named(plan: "Plan") -> str:
+    return f"{plan.layout}, {plan.step.microbatches} x {plan.step.rows}, recompute {plan.step.recompute}"
 
 
 def _rows(plans: list["Plan"], asked: "Question") -> list[list[str]]:
@@ -216,17 +217,18 @@ def _rows(plans: list["Plan"], asked: "Question") -> list[list[str]]:
 def _memory(best: "Plan", asked: "Question") -> str:
     held = best.memory
     named = {category.name: getattr(held, category.name) for category in fields(held)}
-    inside = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in named.items() if nbytes >= 5e7)
+    parts = [f"{name} {nbytes / 1e9:.1f}" for name, nbytes in named.items() if nbytes >= 5e7]
     where = f" on pipeline rank {best.worst_rank}, where it is most" if best.step.layout.pp > 1 else ""
     return (
-        f"memory of the first in GB{where}: {inside}; {held.reserved / 1e9:.1f} reserved of "
+        f"memory of the first in GB{where}: {', '.join(parts) or 'below 0.05 each'}; "
+        f"{held.reserved / 1e9:.1f} reserved of "
         f"{asked.machine.memory_bytes / 1e9:.1f}"
     )
 
 
 def _counts(found: "Found") -> str:
-    dropped = ", ".join(f"{count:,} {why}" for why, count in found.dropped.most_common())
-    return f"{found.tried:,} layouts looked at; dropped: {dropped}"
+    dropped = ", ".join(f"{count:,} {why}" for why, count in found.dropped.most_common() if count)
+    return f"{found.tried:,} layouts looked at; dropped: {dropped or 'none'}"
 
 
 def _answers(
@@ -255,8 +257,8 @@ def _answers(
         answers["days"] = (
             f"no number of devices that this batch can be cut for is done in {days:g} days"
             if enough is None
-            else f"done in {days:g} days: {enough.plan.step.layout.world_size:,} devices "
-            f"({enough.plan.layout}, {enough.days:,.1f} days)"
+            else f"done in {days:g} days, of the numbers that double a node's: "
+            f"{enough.plan.step.layout.world_size:,} devices ({enough.plan.layout}, {enough.days:,.1f} days)"
         )
     if what_if:
         for name, other in questions.knobs(asked):
@@ -268,11 +270,16 @@ def _answers(
             gain = found.quickest.time.total / plan.time.total - 1
             answers[name] = f"with {name}: {gain:+.1%} tokens a second ({plan.layout})"
     if limits:
+        longest, deepest = questions.longest_sequence(asked), questions.deepest_model(asked)
+        ended = "no longer one is looked at: " if longest == questions.end_of_lengths(asked) else ""
         answers["longest"] = (
-            f"the longest sequence that fits: {questions.longest_sequence(asked):,} tokens "
-            f"(powers of two, {asked.batch * asked.sequence_length:,} tokens a step)"
+            f"the longest sequence that fits: {longest:,} tokens "
+            f"({ended}powers of two, {asked.batch * asked.sequence_length:,} tokens a step)"
         )
-        answers["deepest"] = f"the most layers of this width that fit: {questions.deepest_model(asked):,}"
+        beyond = deepest == questions.DEEPEST * asked.spec.num_hidden_layers
+        answers["deepest"] = f"the most layers of this width that fit: {deepest:,}" + (
+            " (no deeper one is looked at)" if beyond else ""
+        )
     return answers
 
 

@@ -1,10 +1,10 @@
 """Machines by name: what devices can do (`fourfold.specs.hardware`), and the share of it that is reached.
 
-[Note: where the constants are from] All are measured outside of the runs that the planner is held against:
-the share of a large product as the best of many shapes on each device (stas00/ml-engineering, "MAMF"), times
-0.92 for the clock that a device holds under power through a step; attention as FlashAttention 2 (A100) and 3
-(Hopper) report; the share of links as nccl-tests report it for large messages, 80% within a node and 85% of
-the network card between nodes; memory at 85% of its bandwidth.
+[Note: where the constants are from] All but one are measured outside of the runs that the planner is held
+against: the share of a large product as the best of many shapes on each device (stas00/ml-engineering,
+"MAMF"); attention as FlashAttention 2 (A100) and 3 (Hopper) report; the share of links as nccl-tests report
+it for large messages, 80% within a node and 85% of the network card between nodes; memory at 85% of its
+bandwidth. What is not is `Reached.sustained`.
 """
 
 import re
@@ -32,7 +32,8 @@ class Reached:
         product: of a large matrix product in bfloat16 or float16, and ``product_float8`` in float8.
         attention: of fused attention forward, and ``attention_backward``.
         processors: how many tiles are computed at once.
-        sustained: of the best rate of a product, what a device holds through a step, at its limit of power.
+        sustained: of the best rate of a product, what a device holds through a step, at its limit of power;
+            set while looking at published runs.
     """
 
     product: float

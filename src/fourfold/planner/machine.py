@@ -7,11 +7,11 @@ keys are the fields of `Machine`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fourfold.errors import UserError, nearest
 from fourfold.planner.calibration import (
@@ -125,16 +125,24 @@ class Machine:
         are the nearest ones, and what lies between nodes stays as it was.
 
         Raises:
-            UserError: where the file cannot be read, or has a key that is no field.
+            UserError: where the file cannot be read, or has a key that is no field, or no value for one.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"calibration {path} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"calibration {path} is no JSON object: use a file that fourfold bench wrote")
         names = [found.name for found in fields(self)]
         if wrong := [key for key in values if key not in names]:
             raise UserError(*(f"calibration {path}: no field '{key}'.{nearest(key, names)}" for key in wrong))
+        if wrong := [key for key, value in values.items() if not _is_value(key, value, getattr(self, key))]:
+            raise UserError(
+                *(f"calibration {path}: {key} is not as fourfold bench writes it" for key in wrong)
+            )
         found = _read(values)
+        if not found.get("levels"):  # of one rank: it has seen no network
+            found.pop("levels", None)
         for name, value in found.items():
             if isinstance(value, Mapping):
                 found[name] = {**getattr(self, name), **value}
@@ -254,6 +262,33 @@ _ROWS: dict[str, Any] = {
     "attentions": MeasuredAttention,
     "updates": MeasuredUpdate,
 }
+
+
+def _is_value(name: str, value: object, own: object) -> bool:
+    """Whether a value from JSON may stand in place of a machine's own."""
+    if kind := _ROWS.get(name):
+        return isinstance(value, list) and all(isinstance(row, dict) and _is_row(kind, row) for row in value)
+    if isinstance(own, Mapping):
+        return isinstance(value, dict) and all(_is_number(number) and number > 0 for number in value.values())
+    if name == "tile":
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return isinstance(value, str) if isinstance(own, str) else _is_number(value)
+
+
+def _is_row(kind: type[Any], row: Mapping[str, object]) -> bool:
+    of_kind = {found.name: found for found in fields(kind)}
+    if row.keys() - of_kind.keys() or any(
+        found.default is MISSING and name not in row for name, found in of_kind.items()
+    ):
+        return False
+    return all(
+        _is_number(value) if of_kind[name].type in (int, float) else isinstance(value, str | list)
+        for name, value in row.items()
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
 
 
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:

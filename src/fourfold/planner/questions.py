@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from fourfold.errors import UserError
 from fourfold.planner.plans import Plan, Question
@@ -9,6 +10,9 @@ from fourfold.planner.search import Search
 
 MOST_DOUBLINGS = 12
 """How often a number of devices or of tokens is doubled in search of an end."""
+
+SHORTEST = 1024
+"""Tokens of the shortest row that is looked at."""
 
 DEEPEST = 8
 """Times as many layers as the model has are looked at, at most."""
@@ -33,7 +37,7 @@ class Cost:
 def cost(plan: Plan, tokens: float) -> Cost:
     """What so many tokens take."""
     step = plan.step
-    steps = -(-int(tokens) // (step.batch * step.sequence_length))
+    steps = ceil(tokens / (step.batch * step.sequence_length))
     seconds = steps * plan.time.total
     return Cost(plan, steps, seconds / 86400, seconds / 3600 * step.layout.world_size)
 
@@ -58,15 +62,21 @@ def fewest_devices(asked: Question, tokens: float, days: float) -> Cost | None:
 
 
 def longest_sequence(asked: Question) -> int:
-    """The longest row that fits of those that double 1,024 tokens, with as many tokens a step; or 0."""
+    """The longest row that fits of those that double `SHORTEST`, with as many tokens a step; or 0."""
     tokens = asked.batch * asked.sequence_length
-    longest, length = 0, 1024
-    while length <= tokens and length <= 1024 << MOST_DOUBLINGS:
+    longest, length, end = 0, SHORTEST, end_of_lengths(asked)
+    while length <= end:
         batch = tokens // length
         if Search(replace(asked, sequence_length=length, batch=batch)).anything_fits():
             longest = length
         length *= 2
     return longest
+
+
+def end_of_lengths(asked: Question) -> int:
+    """The longest row that is looked at; 0 where a step has fewer than `SHORTEST` tokens."""
+    doubled = (SHORTEST << times for times in range(MOST_DOUBLINGS + 1))
+    return max((length for length in doubled if length <= asked.batch * asked.sequence_length), default=0)
 
 
 def deepest_model(asked: Question) -> int:

@@ -61,22 +61,23 @@ def parts(time: StepTime) -> dict[str, float]:
     return {name: share for name, share in shares.items() if share >= 0.0005}
 
 
-def why_slower(plan: Plan, best: Plan) -> str:
-    """What a plan loses to another one, the largest parts first."""
+def difference(plan: Plan, best: Plan) -> str:
+    """How much longer than another one a plan takes, and which parts make most of it."""
+    slower = plan.time.total / best.time.total - 1
     differences = {
         part.name: getattr(plan.time, part.name) - getattr(best.time, part.name) for part in fields(plan.time)
     }
-    named = sorted(differences.items(), key=lambda one: -one[1])
-    worse = [
-        f"{_WORDS[name]} +{seconds / best.time.total:.1%}"
-        for name, seconds in named
-        if seconds / best.time.total > 0.002
+    named = sorted(differences.items(), key=lambda one: -abs(one[1]))
+    parts_of_it = [
+        f"{_WORDS[name]} {seconds / best.time.total:+.1%}"
+        for name, seconds in named[:2]
+        if abs(seconds) / best.time.total > 0.002
     ]
-    return ", ".join(worse[:2]) or "as fast"
+    return f"{slower:+.1%} time ({', '.join(parts_of_it) or 'as fast'})"
 
 
 _WORDS = {
-    "compute": "more computation",
+    "compute": "computation",
     "launch": "waiting for the host",
     "tp": "collectives of tp",
     "cp": "collectives of cp",
@@ -84,7 +85,7 @@ _WORDS = {
     "bubble": "pipeline bubble",
     "optimizer": "update",
 }
-"""What the parts of a step are called where a plan has more of one."""
+"""What the parts of a step are called where two plans are compared."""
 
 
 def to_json(plan: Plan, question: Question) -> dict[str, Any]:
@@ -109,12 +110,13 @@ def to_json(plan: Plan, question: Question) -> dict[str, Any]:
 def run_of(plan: Plan, model: str) -> RunSpec:
     """The run of a plan, for `fourfold.specs.RunSpec.to_toml`; ``model`` is as the command line has it."""
     step = plan.step
-    # The vocabulary is spelled out: a tokenizer's would take the place of a preset's.
-    section = (
-        ModelSection(config=model)
-        if is_path(model)
-        else ModelSection(preset=model, overrides=_overrides(plan))
-    )
+    spec, sizes = step.spec, dict[str, Any]()
+    if step.sequence_length > spec.max_position_embeddings:
+        sizes["max_position_embeddings"] = step.sequence_length
+    if is_path(model):
+        section = ModelSection(config=model, overrides=sizes)
+    else:  # the vocabulary is spelled out: a tokenizer's would take the place of a preset's
+        section = ModelSection(preset=model, overrides={"vocab_size": spec.vocab_size, **sizes})
     return RunSpec(
         layout=plan.layout,
         model=section,
@@ -130,11 +132,3 @@ def run_of(plan: Plan, model: str) -> RunSpec:
         ),
         optimizer=OptimizerSection(learning_rate=LEARNING_RATE),
     )
-
-
-def _overrides(plan: Plan) -> dict[str, Any]:
-    spec, length = plan.step.spec, plan.step.sequence_length
-    found: dict[str, Any] = {"vocab_size": spec.vocab_size}
-    if length > spec.max_position_embeddings:
-        found["max_position_embeddings"] = length
-    return found
