@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.explain import explain
-from fourfold.outline import Step
+from fourfold.explain import Explanation, explain
+from fourfold.outline import Step, outline
 from fourfold.planner.catalogue import machine
 from fourfold.planner.fits import USABLE
 from fourfold.planner.plans import TIE, Found, Question, simplest_first
 from fourfold.planner.search import LEAST_TOKENS, MOST_ROWS, POLICIES, Search
 from fourfold.planner.step_time import StepTimes
+from fourfold.rehearsal.run import rehearse
 from fourfold.specs import Layout, ModelSpec
 from fourfold.specs.layouts import every_layout
 from fourfold.specs.recompute_name import RecomputeName
@@ -39,6 +40,18 @@ def test_the_walk_over_the_program_says_that_it_fits(found: Found) -> None:
     for plan in (found.plans[0], found.without_pipeline, found.by_hand):
         assert plan is not None
         assert max(held.peak for held in explain(plan.step).memory) < ASKED.machine.memory_bytes
+
+
+def test_plans_pass_a_rehearsal_at_a_proxy_size(found: Found) -> None:
+    """What is printed by default: the same layouts and policies do with a small model what is predicted."""
+    small = ASKED.spec.replace({"hidden_size": 64, "intermediate_size": 64, "head_dim": 2, "vocab_size": 512})
+    for plan in [*found.plans[:5], found.without_pipeline, found.by_hand]:
+        assert plan is not None
+        proxy, rank = replace(plan.step, spec=small, sequence_length=64), ASKED.ranks - 1
+        at = proxy.layout.coordinates(rank)
+        explained = Explanation(proxy, outline(proxy, tp_rank=at["tp"]))
+        predicted = explained.events(at["pp"], shard=at["fsdp"])
+        assert list(rehearse(proxy, rank=rank).events) == predicted
 
 
 def test_no_layout_is_faster_than_the_first(found: Found) -> None:
