@@ -3,7 +3,7 @@
 [Note: the oracle] The reference is a plain PyTorch loop in one process: the whole model, one row of the
 global batch at a time, autograd's own gradients, plain SGD. It shares the model, the initial weights and the
 data with the layout, and none of the machinery that is on trial: no segments, no flat buffers, no program,
-no collectives.
+no collectives. With the model it shares the kernels of attention, which tests hold against plain formulas.
 """
 
 from dataclasses import dataclass, field

@@ -171,8 +171,10 @@ def errors_in_bfloat16(ranks: RankPool, world_size: int, ulysses: int) -> list[f
     right = [out.detach(), *torch.autograd.grad(out, exact, tensors[3].double())]
     if world_size == 1:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        plain = attention(*leaves, documents=documents, window=None, scale=0.3)
-        found = [plain.detach(), *torch.autograd.grad(plain, leaves, tensors[3])]
+        kernel = torch.nn.functional.scaled_dot_product_attention(
+            *(tensor.transpose(1, 2) for tensor in leaves), is_causal=True, scale=0.3, enable_gqa=True
+        ).transpose(1, 2)
+        found = [kernel.detach(), *torch.autograd.grad(kernel, leaves, tensors[3])]
     else:
         found = [torch.empty_like(tensor) for tensor in tensors[:1] + tensors[:3]]
         for columns, part, gradients in ranks(world_size, on_a_rank, tensors, documents, None, ulysses):

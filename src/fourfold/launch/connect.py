@@ -57,6 +57,10 @@ def connect(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device,
     )
+    # One that ends while others still connect would break their connections: nobody goes on before all are.
+    if store.add("connected", 1) == job.world_size:
+        store.set("all are connected", "")
+    wait_for(store, "all are connected", seconds=timeout_seconds, what="all ranks to connect")
     return store
 
 

@@ -26,8 +26,9 @@ def attention(
 
     Query head h reads key/value head h // (H / K). `documents` holds the lengths of each row's documents.
     With a `window` a query sees the last `window` positions, itself included. Where every row is one document
-    (the usual case) this is one call of the fused kernel on views of q, k and v. Neighbouring rows that are
-    cut alike share their calls.
+    (the usual case) this is one call of the fused kernel on views of q, k and v, or on a CPU for some lengths
+    the few of [Note: squares in blocks] in `fourfold.attention_engine`. Neighbouring rows that are cut alike
+    share their calls.
     """
     # The fused CPU kernel takes any strides, but reads the last dimension as contiguous without checking it,
     # and reads past the end when K does not divide H.
@@ -84,7 +85,7 @@ def _attend_document(
 
 
 class _CausalInBlocks(torch.autograd.Function):
-    """Attention of rows that are one document each; see [Note: squares in blocks] in the engine."""
+    """Attention of rows that are one document each, in blocks; see [Note: squares in blocks] in the engine."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -119,8 +119,9 @@ class Layout:
     def ulysses(self, model: ModelSpec) -> int:
         """How many ranks of cp exchange tokens for heads; between the groups of so many is a ring.
 
-        Unless the layout says otherwise, of those that the heads allow the one that sends least. Commands
-        that know the links ask `fourfold.planner.context` instead, and write its answer into the layout.
+        Unless the layout says otherwise, of those that the heads allow the one that sends least, if there is
+        no window. Commands ask `fourfold.planner.context` instead, which knows windows, and links where they
+        are known, and write its answer into the layout.
         """
         if (option := self.options.get("cp")) is not None:
             return 1 if option == "ring" else int(option.removeprefix("ulysses") or self.cp)
