@@ -85,7 +85,7 @@ def _attend_document(
 
 
 class _CausalInBlocks(torch.autograd.Function):
-    """Attention of rows that are one document each, in blocks; see [Note: squares in blocks] in the engine."""
+    """Attention of rows that are one document each: see [Note: squares in blocks] in the engine."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
