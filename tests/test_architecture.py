@@ -21,6 +21,7 @@ FLOORS: dict[str, int] = {
     "traffic": 0,
     "memory": 0,
     "allocator": 0,
+    "threads": 0,
     "learning_rate": 0,
     "place": 0,
     "stop": 0,

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.errors import UserError
 from fourfold.specs import AXES, BATCH_AXES, DATA_AXES, Layout
+from fourfold.threads import let_each_other_finish
 
 Members = tuple[tuple[int, ...], ...]
 
@@ -69,7 +70,8 @@ class Mesh:
     """The ranks of a layout, and the axes on which they meet.
 
     Every rank of the job makes the same meshes in the same order. A layout of one rank needs no process
-    group, so it also serves one rank of a larger job for work of its own.
+    group, so it also serves one rank of a larger job for work of its own. On a CPU the threads of a process
+    that is one rank of several are scheduled as batch work: [Note: the lock that is tried for].
 
     Args:
         layout: the degree of each axis.
@@ -87,6 +89,8 @@ class Mesh:
         self.device = _current_device(device_type)
         self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._axes: dict[tuple[str, ...], Axis] = {}
+        if self.device.type == "cpu" and self.world_size > 1:
+            let_each_other_finish()  # [Note: the lock that is tried for]
         self.pp = self.joint("pp")
         self.dp = self.joint("dp")
         self.fsdp = self.joint("fsdp")
