@@ -171,8 +171,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    arguments = parser.parse_args()
     rows = launch(RANKS, pipeline_cases.measure)
-    if parser.parse_args().json:
+    if arguments.json:
         print(json.dumps(rows, indent=2))
         return
     table = Table(title="worst relative error of a gradient against one process, float64")
