@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
+from fourfold.layer.schedules import microbatches_of
 from fourfold.outline import Step, outline
 from fourfold.specs import Layout, ModelSpec, ShardingSection
 from fourfold.specs.layouts import every_layout
@@ -42,11 +43,12 @@ class Trial(Step):
     ) -> "Trial":
         """A trial with batches that fit the layout.
 
-        Microbatches: 2 a pipeline rank, without pipeline one. Of the rows of a synthetic batch every third
-        has no label: one a rank and microbatch, 3 at least, leaves some microbatches, and without
-        accumulation whole ranks, with nothing that counts. A loss averaged anywhere would show.
+        Microbatches: as many as a schedule's file is for, else 2 a pipeline rank, without pipeline one. Of
+        the rows of a synthetic batch every third has no label: one a rank and microbatch, 3 at least, leaves
+        some microbatches, and without accumulation whole ranks, with nothing that counts. A loss averaged
+        anywhere would show.
         """
-        pieces = microbatches or (1 if layout.pp == 1 else 2 * layout.pp)
+        pieces = microbatches or microbatches_of(layout, otherwise=1 if layout.pp == 1 else 2 * layout.pp)
         share = layout.size("dp", "fsdp") * pieces
         rows = batch or share * math.ceil(3 / share)
         return cls(spec, layout, batch=rows, sequence_length=SEQUENCE_LENGTH, microbatches=pieces)

@@ -3,15 +3,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fourfold.cli.verify import make_trial
+from fourfold.cli.step_options import Given, loaded_run, step_asked_for
+from fourfold.cli.verify import make_trial, verify_on_rank
 from fourfold.cli.verify_text import table
 from fourfold.data import SyntheticDataset
 from fourfold.models import IGNORE
 from fourfold.parallel_model import ParallelModel
-from fourfold.specs import ShardingSection
+from fourfold.specs import Layout, ModelSpec, ShardingSection
+from fourfold.trial import Trial
 from fourfold.verify import Difference, Verification
 from tests.commands import RUN, fourfold_
 
@@ -145,3 +149,41 @@ def test_verify_takes_sharding_from_the_run_file_and_the_options_over_it(folder:
     assert over_it.sharding == ShardingSection(pieces="flat", prefetch=3, accumulate="whole")
     alone = make_trial(None, "tiny", layout="fsdp2", sizes={}, sharding={"prefetch": 0})
     assert alone.sharding == ShardingSection(prefetch=0)
+
+
+def test_microbatches_that_nobody_gave_are_those_of_a_schedule_file(folder: Path):
+    fourfold_("schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--save", "s.csv")
+    layout = "pp2:s.csv"
+    trials = [
+        make_trial(None, "tiny", layout=layout, sizes={}, sharding={}),
+        make_trial(folder / "run.toml", None, layout=layout, sizes={}, sharding={}),
+        step_asked_for(None, "tiny", Given(64, 12, layout, None, None, None), device="cpu"),
+        loaded_run(folder / "run.toml", layout=layout).training,
+    ]
+    assert [trial.microbatches for trial in trials] == [3, 3, 3, 3]
+    given = loaded_run(folder / "run.toml", ["training.microbatches=4"], layout=layout)
+    assert given.training.microbatches == 4
+    refused = fourfold_("verify", "--model", "tiny", "--layout", layout, "--microbatches", "4")
+    message = "s.csv is a schedule for 3 microbatches: 4 were asked for, use microbatches=3"
+    assert (refused.exit_code, refused.stderr) == (2, f"error: {message}\n")
+
+
+class _AgreedOn(Exception):
+    """Ends a rank where it would meet the others."""
+
+
+def test_ranks_that_verify_agree_on_what_a_schedule_file_holds(folder: Path):
+    def connect(*, device_type: str, agree_on: dict[str, object]) -> None:
+        raise _AgreedOn(agree_on)
+
+    rank: Any = SimpleNamespace(job=SimpleNamespace(local_rank=0, local_world_size=1), connect=connect)
+    trial = Trial(ModelSpec.preset("tiny"), Layout.parse("pp1:s.csv"), batch=2, sequence_length=8)
+    found = []
+    for text in ("0F0,0B0,0F1,0B1", "0F0,0F1,0B0,0B1"):
+        Path("s.csv").write_text(text)
+        with pytest.raises(_AgreedOn) as caught:
+            verify_on_rank(rank, [trial], aloud=False)
+        found.append(caught.value.args[0])
+    key = "the content of the schedule in layout"
+    assert found[0].pop(key) != found[1].pop(key)
+    assert found[0] == found[1]

@@ -64,6 +64,7 @@ GOOD: dict[str, Any] = {"microbatches": 1, "rank_of_stage": [0, 1], "ranks": [["
         ("0F0,0B0\n2F0,2B0\n", ["nothing is done on stage 1"]),
         ("\n", ["there are no actions in it"]),
         ("", ["there are no actions in it"]),
+        (f'"{131_073 * "0"}', ["it is not CSV: field larger than field limit"]),
     ],
 )
 def test_a_broken_csv_is_refused_with_the_reason(text: str, messages: list[str], tmp_path: Path) -> None:
@@ -80,6 +81,8 @@ def test_a_broken_csv_is_refused_with_the_reason(text: str, messages: list[str],
     ("content", "messages"),
     [
         ("{", ["it is not JSON"]),
+        (9_999 * "[", ["it is not JSON"]),
+        (5_000 * "9", ["it is not JSON"]),
         ("[1, 2]", ["it must be an object of 'microbatches', 'rank_of_stage' and 'ranks'"]),
         ({"ranks": []}, ["it must be an object of"]),
         (
@@ -111,8 +114,8 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         schedule(str(path), ranks=4, microbatches=8)
     assert error.value.messages == (
-        f"{path} is a schedule for 2 pipeline ranks: 4 were asked for",
-        f"{path} is a schedule for 3 microbatches: 8 were asked for",
+        f"{path} is a schedule for 2 pipeline ranks: 4 were asked for, use pp=2",
+        f"{path} is a schedule for 3 microbatches: 8 were asked for, use microbatches=3",
     )
 
 

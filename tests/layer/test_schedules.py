@@ -289,5 +289,9 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     schedule("interleaved3", ranks=2, microbatches=4, most_stages=6)
-    with pytest.raises(UserError, match="interleaved3 cuts the model into 6 stages on 2 ranks"):
+    message = (
+        "schedule interleaved3 cuts the model into 6 stages on 2 ranks, but there are layers for 5: use one "
+        "of 2 stages a rank or fewer, or 6 layers or more"
+    )
+    with pytest.raises(UserError, match=message):
         schedule("interleaved3", ranks=2, microbatches=4, most_stages=5)

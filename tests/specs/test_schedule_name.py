@@ -39,6 +39,11 @@ def test_every_schedule_can_be_named() -> None:
         ("1f1bb", "there is no schedule '1f1bb'. Did you mean '1f1b'? Use gpipe, 1f1b, interleaved2"),
         ("interleave2", "there is no schedule 'interleave2'. Did you mean 'interleaved'?"),
         ("", "there is no schedule ''. Use gpipe"),
+        (
+            "mine.CSV",
+            "there is no schedule 'mine.CSV'. Use gpipe, 1f1b, interleaved2, bfs2, zb-h1, zb-h2, zbv, "
+            "dualpipev or auto, or the path of a file that ends in .csv or .json",
+        ),
         ("zb-h3", "there is no schedule 'zb-h3'. Did you mean 'zb-h"),
         ("gpipe2", "schedule 'gpipe2': gpipe takes no number, write gpipe"),
         ("zbv2", "schedule 'zbv2': zbv takes no number, write zbv"),

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,33 +23,56 @@ _STAGES, _MICROBATCHES = 4, 8
 _LONGEST = 1e9
 """Of --times: a step of more would not be a number in the end."""
 
+_MEASURED = ".json"
+"""What --times ends in where it is a run's program.json."""
+
 _SUFFIXES = {"picture": (".png", ".svg"), "trace": (".json",), "save": (".csv", ".json")}
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="NAME", help="A schedule, e.g. 1f1b, interleaved2, zbv or auto; or the path of a file."
+    ),
+]
+Stages = Annotated[
+    int | None, typer.Option(help=f"Pipeline ranks, the pp of a layout; {_STAGES} if not given.")
+]
+Microbatches = Annotated[
+    int | None, typer.Option(help=f"Microbatches of a step; {_MICROBATCHES} if not given.")
+]
+Layers = Annotated[
+    int | None, typer.Option(help="Layers of the model: no schedule cuts it into more stages.")
+]
+TimesText = Annotated[
+    str,
+    typer.Option(
+        metavar="F,I,W,SEND",
+        help="Times of a microbatch on one rank's layers: forward, input gradient, weight gradient; and of a "
+        "message. Or the program.json of a run: its medians in ms, a whole backward as half I and half W, "
+        "messages 0.",
+    ),
+]
+Cap = Annotated[int | None, typer.Option(help="The most microbatches whose activations a rank may hold.")]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The numbers that were asked for, by their options; None where one was not given."""
+
+    stages: int | None
+    microbatches: int | None
+    layers: int | None
+    cap: int | None
+
+
 def schedule(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="A schedule, e.g. 1f1b, interleaved2, zbv or auto; or the path of a file."
-        ),
-    ] = None,
-    stages: Annotated[
-        int | None, typer.Option(help=f"Pipeline ranks, the pp of a layout; {_STAGES} if not given.")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help=f"Microbatches of a step; {_MICROBATCHES} if not given.")
-    ] = None,
-    times: Annotated[
-        str,
-        typer.Option(
-            metavar="F,I,W,SEND",
-            help="Times of a microbatch on one rank's layers: forward, input gradient, weight gradient; and "
-            "of a message.",
-        ),
-    ] = "1,1,1,0",
-    cap: Annotated[
-        int | None, typer.Option(help="The most microbatches whose activations a rank may hold.")
-    ] = None,
+    name: Name = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    layers: Layers = None,
+    times: TimesText = "1,1,1,0",
+    cap: Cap = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG or SVG file.")] = None,
@@ -69,35 +93,36 @@ def schedule(
         for option, path in (("picture", picture), ("trace", trace), ("save", save))
         if path is not None
     }
-    sizes = {"stages": stages, "microbatches": microbatches, "cap": cap}
+    sizes = _Sizes(stages, microbatches, layers, cap)
     parsed, durations = _asked(name, times, sizes, files, compare=compare)
-    program = None if parsed is None else _schedule(parsed, stages, microbatches, durations, cap)
+    program = None if parsed is None else _schedule(parsed, durations, sizes)
+    if program is not None and not compare:  # the table marks what holds more
+        _check_cap(str(parsed), program, durations, sizes)
+    if times.endswith(_MEASURED) and not as_json:
+        typer.echo(
+            f"medians of {times}, in ms: F {durations.forward:.4g}, I {durations.input_gradient:.4g}, "
+            f"W {durations.weight_gradient:.4g}\n"
+        )
     if compare:
-        ranks = len(program.ranks) if program else stages or _STAGES
-        count = program.microbatches if program else microbatches or _MICROBATCHES
-        rows = _all_schedules(ranks, count, durations, cap)
-        if program is not None and str(parsed) not in rows:
+        rows = _all_schedules(program, durations, sizes)
+        if program is not None:
             rows[str(parsed)] = program
-        _print_comparison(rows, durations, cap, as_json=as_json)
+        shown = {title: _shown(found, recompute=recompute) for title, found in rows.items()}
+        _print_comparison(shown, durations, cap, as_json=as_json)
     if parsed is None or program is None:
         return
-    shown = _recomputed(program) if recompute else program
+    drawn = _shown(program, recompute=recompute)
     if not compare:
-        _print_schedule(parsed, shown, durations, as_json=as_json)
+        _print_schedule(parsed, drawn, durations, as_json=as_json)
     for option, path in files.items():  # a file of a schedule holds no R
-        written = program if option == "save" else shown
+        written = program if option == "save" else drawn
         _write_files(parsed, written, durations, {option: path}, quiet=as_json)
 
 
 def _asked(
-    name: str | None,
-    times: str,
-    sizes: Mapping[str, int | None],
-    files: Mapping[str, Path],
-    *,
-    compare: bool,
+    name: str | None, times: str, sizes: _Sizes, files: Mapping[str, Path], *, compare: bool
 ) -> tuple["ScheduleName | None", "Times"]:
-    """The name and the times; raises `UserError` with all that is wrong with what was asked."""
+    """The name, ``auto`` within the cap, and the times; raises `UserError` with all that is wrong."""
     from fourfold.program.clock import Times
     from fourfold.specs.schedule_name import ScheduleName, written_names
 
@@ -110,25 +135,18 @@ def _asked(
             problems += error.messages
     elif not compare or files:
         problems.append(f"which schedule? Use {choices(written_names())}, or a file; --compare shows all")
+    if parsed is not None and parsed.name == "auto" and sizes.cap is not None:
+        parsed = ScheduleName("auto", min(sizes.cap, parsed.number or sizes.cap))
     problems += [
         f"--{option} {value} is too small: use 1 or more"
-        for option, value in sizes.items()
+        for option, value in asdict(sizes).items()
         if value is not None and value < 1
     ]
+    durations = Times()
     try:
-        numbers = [float(part) for part in times.split(",")]
-    except ValueError:
-        numbers = []
-    if (
-        len(numbers) not in (3, 4)
-        or not all(0 <= number <= _LONGEST for number in numbers)
-        or not sum(numbers[:3])
-    ):
-        problems.append(
-            f"--times {times}: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1: numbers from 0 to "
-            f"{_LONGEST:g}, F, I and W not all 0"
-        )
-        numbers = []
+        durations = _times(times)
+    except UserError as error:
+        problems += error.messages
     problems += [
         f"--{option} {path}: the file's name must end in {choices(_SUFFIXES[option])}"
         for option, path in files.items()
@@ -136,58 +154,89 @@ def _asked(
     ]
     if problems:
         raise UserError(*problems)
-    return parsed, Times(*numbers)
+    return parsed, durations
 
 
-def _schedule(
-    name: "ScheduleName", stages: int | None, microbatches: int | None, times: "Times", cap: int | None
-) -> "Program":
-    """The schedule that was asked for; raises `UserError` where it holds more than the cap."""
+def _times(text: str) -> "Times":
+    """The times that were given, or that a run took."""
+    from fourfold.program.clock import Times
+    from fourfold.program.trace import measured_times
+
+    if text.endswith(_MEASURED):
+        return measured_times(Path(text))
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if (
+        len(numbers) not in (3, 4)
+        or not all(0 <= number <= _LONGEST for number in numbers)
+        or not sum(numbers[:3])
+    ):
+        raise UserError(
+            f"--times {text}: write F,I,W or F,I,W,SEND, e.g. 1,1.2,0.8,0.1: numbers from 0 to "
+            f"{_LONGEST:g}, F, I and W not all 0; or the path of a run's program.json"
+        )
+    return Times(*numbers)
+
+
+def _schedule(name: "ScheduleName", times: "Times", sizes: _Sizes) -> "Program":
+    """The schedule that was asked for."""
     from fourfold.layer.schedule_file import read_schedule
+    from fourfold.layer.schedules import check_stages
     from fourfold.layer.schedules import schedule as named_schedule
-    from fourfold.program.clock import peak_activations
-    from fourfold.specs.schedule_name import ScheduleName
 
     if name.is_file:
-        program = read_schedule(name.name, ranks=stages, microbatches=microbatches)
-    else:
-        if name.name == "auto" and cap is not None:
-            name = ScheduleName("auto", min(cap, name.number or cap))
-        ranks, count = stages or _STAGES, microbatches or _MICROBATCHES
-        program = named_schedule(name, ranks=ranks, microbatches=count, times=times)
+        program = read_schedule(name.name, ranks=sizes.stages, microbatches=sizes.microbatches)
+        check_stages(program, name, sizes.layers)
+        return program
+    ranks, count = sizes.stages or _STAGES, sizes.microbatches or _MICROBATCHES
+    return named_schedule(name, ranks=ranks, microbatches=count, times=times, most_stages=sizes.layers)
+
+
+def _check_cap(name: str, program: "Program", times: "Times", sizes: _Sizes) -> None:
+    """Raise `UserError` where a schedule holds more than the cap."""
+    from fourfold.program.clock import peak_activations
+
     most = max(peak_activations(program))
-    if cap is not None and most > cap:
-        others = _all_schedules(len(program.ranks), program.microbatches, times, cap)
-        keep = [other for other, found in others.items() if max(peak_activations(found)) <= cap]
+    if sizes.cap is not None and most > sizes.cap:
+        others = _all_schedules(program, times, sizes)
+        keep = [other for other, found in others.items() if max(peak_activations(found)) <= sizes.cap]
         raise UserError(
-            f"schedule {name} holds {most:.4g} microbatches at once where --cap {cap} are allowed: "
+            f"schedule {name} holds {most:.4g} microbatches at once where --cap {sizes.cap} are allowed: "
             f"use {choices(keep)}"
         )
-    return program
 
 
-def _recomputed(schedule: "Program") -> "Program":
-    """The schedule with activation checkpointing, each stage a block."""
+def _shown(schedule: "Program", *, recompute: bool) -> "Program":
+    """The schedule as it is, or with activation checkpointing, each stage a block."""
     from fourfold.program.liveness import Block
     from fourfold.recompute.insertion import with_recomputation
     from fourfold.specs.recompute_name import RecomputeName
 
+    if not recompute:
+        return schedule
     count = schedule.num_segments
     stages = [range(stage, stage + 1) for stage in range(count)]
     return with_recomputation(schedule, RecomputeName("full"), [Block()] * count, stages=stages)
 
 
-def _all_schedules(ranks: int, microbatches: int, times: "Times", cap: int | None) -> dict[str, "Program"]:
-    """Every schedule by its name, ``auto`` within the cap."""
+def _all_schedules(beside: "Program | None", times: "Times", sizes: _Sizes) -> dict[str, "Program"]:
+    """Every schedule that the layers fill by its name, ``auto`` within the cap.
+
+    For as many ranks and microbatches as the one that they stand ``beside``, or as were asked for.
+    """
     from fourfold.layer.schedules import named_schedules
     from fourfold.layer.schedules import schedule as named_schedule
     from fourfold.specs.schedule_name import ScheduleName
 
-    auto = ScheduleName("auto", cap)
-    return {
-        **named_schedules(ranks=ranks, microbatches=microbatches, depth=cap),
-        str(auto): named_schedule(auto, ranks=ranks, microbatches=microbatches, times=times),
-    }
+    ranks = len(beside.ranks) if beside else sizes.stages or _STAGES
+    count = beside.microbatches if beside else sizes.microbatches or _MICROBATCHES
+    named = named_schedules(ranks=ranks, microbatches=count, depth=sizes.cap)
+    most, auto = sizes.layers, ScheduleName("auto", sizes.cap)
+    fitting = {name: found for name, found in named.items() if most is None or found.num_segments <= most}
+    best = named_schedule(auto, ranks=ranks, microbatches=count, times=times, most_stages=most)
+    return {**fitting, str(auto): best}
 
 
 def _numbers(program: "Program", times: "Times") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fourfold.errors import UserError, choices, nearest
 
 if TYPE_CHECKING:
     from fourfold.outline import Step
+    from fourfold.specs import RunSpec
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="A run file.")]
 ModelName = Annotated[str | None, typer.Option(help="A preset, or the path of a config.json.")]
@@ -19,7 +20,10 @@ Batch = Annotated[int | None, typer.Option(help="Sequences of a step, over all r
 LayoutText = Annotated[str | None, typer.Option(help="The layout, e.g. pp16,fsdp128,tp8.")]
 Microbatches = Annotated[
     int | None,
-    typer.Option(help="Pieces of a rank's share of a batch. With --model by default 1 sequence each."),
+    typer.Option(
+        help="Pieces of a rank's share of a batch. With --model by default 1 sequence each, or those of a "
+        "schedule's file."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="Of computation. With --model by default bfloat16.")]
 Recompute = Annotated[
@@ -49,7 +53,6 @@ def step_asked_for(
 ) -> "Step":
     """Return the step that the options describe. Raises `UserError` with all problems, and the ``others``."""
     from fourfold.outline import Step
-    from fourfold.specs import RunSpec
 
     numbers = {"sequence": given.sequence, "batch": given.batch, "microbatches": given.microbatches}
     problems = [
@@ -79,7 +82,7 @@ def step_asked_for(
     overrides = [f"{key}={value}" for key, value in values.items() if value is not None]
     if problems:
         raise UserError(*problems)
-    run = RunSpec.load(run_file, overrides, layout=given.layout)
+    run = loaded_run(run_file, overrides, layout=given.layout)
     vocabulary = None
     if not run.model.config and "vocab_size" not in run.model.overrides:
         from fourfold.data.tokenizers import load_tokenizer
@@ -89,7 +92,22 @@ def step_asked_for(
     return Step.of_run(run, run.model.spec(vocabulary))
 
 
+def loaded_run(
+    run_file: Path, overrides: Sequence[str] = (), layout: str | None = None, init: str | None = None
+) -> "RunSpec":
+    """Read a run file as `RunSpec.load` does; what nobody gave, a schedule's file says: microbatches."""
+    from fourfold.layer.schedules import microbatches_of
+    from fourfold.specs import RunSpec
+
+    run = RunSpec.load(run_file, overrides, layout, init)
+    if "microbatches" in run.training.model_fields_set:
+        return run
+    count = microbatches_of(run.layout, otherwise=run.training.microbatches)
+    return run.model_copy(update={"training": run.training.model_copy(update={"microbatches": count})})
+
+
 def _step_of_model(model: str, given: Given, problems: list[str]) -> "Step":
+    from fourfold.layer.schedules import microbatches_of
     from fourfold.outline import ITEMSIZES, Step
     from fourfold.specs import Layout, ModelSpec
     from fourfold.specs.recompute_name import RecomputeName
@@ -122,12 +140,13 @@ def _step_of_model(model: str, given: Given, problems: list[str]) -> "Step":
         raise UserError(*problems)
     assert given.batch is not None
     assert given.sequence is not None
+    one_sequence_each = max(1, given.batch // parsed.size("dp", "fsdp"))
     return Step(
         spec,
         parsed,
         batch=given.batch,
         sequence_length=given.sequence,
-        microbatches=given.microbatches or max(1, given.batch // parsed.size("dp", "fsdp")),
+        microbatches=given.microbatches or microbatches_of(parsed, otherwise=one_sequence_each),
         dtype=dtype,
         recompute=policy,
     )

@@ -82,13 +82,13 @@ def checked_run(
 ) -> "tuple[RunSpec, Tokenizer]":
     """Return the run that is asked for, and its tokenizer. Raises UserError where it cannot be done."""
     from fourfold.checkpoint import check_hugging_face
+    from fourfold.cli.step_options import loaded_run
     from fourfold.data import load_tokenizer
     from fourfold.launch import joined_job
     from fourfold.loggers import check_loggers
     from fourfold.outline import Step, outline
-    from fourfold.specs import RunSpec
 
-    run = RunSpec.load(run_file, overrides, layout, init)
+    run = loaded_run(run_file, overrides, layout, init)
     job = joined_job()
     tokenizer = load_tokenizer(run.data.tokenizer)
     run.check(vocab_size=tokenizer.vocab_size, world_size=job.world_size if job else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fourfold.cli.step_options import ModelName, Recompute
+from fourfold.cli.step_options import ModelName, Recompute, loaded_run
 from fourfold.cli.verify_text import HEADING, line, summary, table
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ Batch = Annotated[
     int | None, typer.Option(help="Sequences of a step. Default: one a rank and microbatch, 3 at least.")
 ]
 Microbatches = Annotated[
-    int | None, typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp.")
+    int | None,
+    typer.Option(help="Pieces of a rank's share of a batch. Default: 1, or 2*pp, or of a schedule's file."),
 ]
 Pieces = Annotated[
     str | None, typer.Option(help="What a rank of fsdp owns: auto, blocks, matrices, rows or flat.")
@@ -135,6 +136,7 @@ def run_trials(
 def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "list[Verification]":
     """Run the trials on one of their ranks. Those with the same steps share the oracle."""
     from fourfold.doctor import chosen_here, device_type
+    from fourfold.layer.schedule_file import contents
     from fourfold.verify import oracle_of, verify_trial
 
     job = rank.job
@@ -148,8 +150,12 @@ def verify_on_rank(rank: "Rank", trials: "Sequence[Trial]", aloud: bool) -> "lis
         )
         for trial in trials
     ]
-    layouts = ", ".join(str(choice.layout) for choice in chosen)
-    rank.connect(device_type=device, agree_on={"what to verify": trials, "layout, with its cp": layouts})
+    what: dict[str, object] = {
+        "what to verify": trials,
+        "layout, with its cp": ", ".join(str(choice.layout) for choice in chosen),
+        **contents(trial.layout.schedule for trial in trials),
+    }
+    rank.connect(device_type=device, agree_on=what)
     trials = [replace(trial, layout=choice.layout) for trial, choice in zip(trials, chosen, strict=True)]
     reports = []
     oracle, asked = None, None
@@ -259,7 +265,7 @@ def make_trial(
         recompute: in place of the run file's.
     """
     from fourfold.errors import UserError
-    from fourfold.specs import Layout, RunSpec, ShardingSection
+    from fourfold.specs import Layout, ShardingSection
     from fourfold.specs.recompute_name import RecomputeName
     from fourfold.trial import Trial
 
@@ -284,7 +290,7 @@ def make_trial(
     from fourfold.data.tokenizers import load_tokenizer
     from fourfold.outline import Step
 
-    run = RunSpec.load(run_file, overrides, layout=layout)
+    run = loaded_run(run_file, overrides, layout=layout)
     spec = run.model.spec(load_tokenizer(run.data.tokenizer).vocab_size)
     trial = Trial(
         spec=spec,

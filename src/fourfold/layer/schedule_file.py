@@ -9,6 +9,8 @@ follow from the actions. A JSON file says them: ``{"microbatches": 2, "rank_of_s
 import csv
 import io
 import json
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fourfold.layer.list_scheduling import over_stages
 from fourfold.program.actions import COMPUTE, Action, Kind
 from fourfold.program.check import check
 from fourfold.program.program import Program
+from fourfold.specs.schedule_name import ScheduleName
 
 
 def write_schedule(schedule: Program, path: Path) -> None:
@@ -47,11 +50,7 @@ def read_schedule(path: str | Path, *, ranks: int | None = None, microbatches: i
         UserError: with every mistake: what cannot be read, what does not fit, what `check` finds.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read the schedule {path}: {reason}") from error
+    text = _text(path)
     try:
         schedule = _from_json(text) if path.suffix == ".json" else _from_csv(text)
         _check_size(schedule)
@@ -59,10 +58,10 @@ def read_schedule(path: str | Path, *, ranks: int | None = None, microbatches: i
     except UserError as error:
         raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
     problems = [
-        f"{path} is a schedule for {found} {what}: {wanted} were asked for"
-        for what, found, wanted in (
-            ("pipeline ranks", len(schedule.ranks), ranks),
-            ("microbatches", schedule.microbatches, microbatches),
+        f"{path} is a schedule for {found} {what}: {wanted} were asked for, use {name}={found}"
+        for what, name, found, wanted in (
+            ("pipeline ranks", "pp", len(schedule.ranks), ranks),
+            ("microbatches", "microbatches", schedule.microbatches, microbatches),
         )
         if wanted is not None and found != wanted
     ]
@@ -71,8 +70,27 @@ def read_schedule(path: str | Path, *, ranks: int | None = None, microbatches: i
     return schedule
 
 
+def contents(schedules: Iterable[ScheduleName]) -> dict[str, object]:
+    """What ranks must have alike beside the names of their schedules: what the files hold, where some are."""
+    texts = [_text(Path(schedule.name)) for schedule in schedules if schedule.is_file]
+    hashes = [f"hash {sha256(text.encode()).hexdigest()[:16]}" for text in texts]
+    return {"the content of the schedule in layout": ", ".join(hashes)} if texts else {}
+
+
+def _text(path: Path) -> str:
+    """The text of a schedule's file; raises `UserError` where there is none."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read the schedule {path}: {reason}") from error
+
+
 def _from_csv(text: str) -> Program:
-    rows = [[cell for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    try:
+        rows = [[cell for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:  # as of a quote that nothing closes
+        raise UserError(f"it is not CSV: {error}") from error
     while rows and not rows[-1]:
         rows.pop()
     orders = _actions(rows)
@@ -103,7 +121,7 @@ def _placement(holder: dict[int, int]) -> tuple[int, ...]:
 def _from_json(text: str) -> Program:
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
         raise UserError(f"it is not JSON: {error}") from error
     if not isinstance(content, dict) or set(content) != {"microbatches", "rank_of_stage", "ranks"}:
         raise UserError("it must be an object of 'microbatches', 'rank_of_stage' and 'ranks'")

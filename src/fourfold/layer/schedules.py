@@ -79,12 +79,29 @@ def schedule(
     most = most_in_flight(name, ranks=ranks, microbatches=microbatches)
     if most is not None:
         check_in_flight(program, round(most * program.num_segments / ranks))
-    if most_stages is not None and program.num_segments > most_stages:
-        raise UserError(
-            f"schedule {name} cuts the model into {program.num_segments} stages on {ranks} ranks, "
-            f"but there are layers for {most_stages}"
-        )
+    check_stages(program, name, most_stages)
     return program
+
+
+def check_stages(program: Program, name: ScheduleName, most_stages: int | None) -> None:
+    """Raise `UserError` where a schedule has more stages than can be filled."""
+    stages, ranks = program.num_segments, len(program.ranks)
+    if most_stages is None or stages <= most_stages:
+        return
+    each = most_stages // ranks
+    if not each:
+        advice = f"{most_stages} pipeline ranks or fewer"
+    elif name.is_file:
+        advice = (
+            f"a schedule of {each * ranks} stages or fewer, as from fourfold schedule auto --stages {ranks} "
+            f"--microbatches {program.microbatches} --layers {most_stages} --save {name}"
+        )
+    else:
+        advice = "1f1b, of one stage a rank" if each == 1 else f"one of {each} stages a rank or fewer"
+    raise UserError(
+        f"schedule {name} cuts the model into {stages} stages on {ranks} ranks, but there are layers for "
+        f"{most_stages}: use {advice}, or {stages} layers or more"
+    )
 
 
 def most_in_flight(name: ScheduleName, *, ranks: int, microbatches: int) -> float | None:
@@ -108,6 +125,16 @@ def most_in_flight(name: ScheduleName, *, ranks: int, microbatches: int) -> floa
     }
     bound = bounds.get(name.name)
     return None if bound is None else min(bound, microbatches)
+
+
+def microbatches_of(layout: Layout, *, otherwise: int) -> int:
+    """How many microbatches a step has that nobody gave a number of: a schedule's file is for its own.
+
+    Raises `UserError` where that cannot be read.
+    """
+    if layout.schedule.is_file:
+        return read_schedule(layout.schedule.name).microbatches
+    return otherwise
 
 
 def schedule_of(layout: Layout, *, microbatches: int, layers: int) -> Program:

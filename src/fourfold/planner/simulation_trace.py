@@ -1,12 +1,11 @@
 """A simulated step as a trace, beside the same step as it ran."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.planner.simulated import Simulation
-from fourfold.program.trace import named_ranks, trace_events, write_events
+from fourfold.program.trace import named_ranks, run_events, trace_events, write_events
 
 
 def write_simulation(simulation: Simulation, path: Path, *, measured: Path | None = None) -> None:
@@ -45,14 +44,8 @@ def write_simulation(simulation: Simulation, path: Path, *, measured: Path | Non
 
 def _actions_of(path: Path, ranks: int) -> list[dict[str, Any]]:
     """The events of a run's trace but for the names of its ranks."""
-    try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        found = [event for event in events if event["ph"] != "M"]
-        last = max(event["pid"] for event in found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is no trace of a run ({error}): use the program.json of its folder"
-        ) from None
+    found = run_events(path)
+    last = max(event["pid"] for event in found)
     if last >= ranks:
         raise UserError(
             f"{path} has {last + 1} pipeline ranks and the layout {ranks}: simulate the layout of that run"

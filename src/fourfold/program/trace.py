@@ -1,12 +1,14 @@
-"""Write a timeline as a trace for chrome://tracing or ui.perfetto.dev."""
+"""Write a timeline as a trace for chrome://tracing or ui.perfetto.dev, and read what a run wrote."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from fourfold.errors import UserError
 from fourfold.program.actions import COMMUNICATION, RECEIVES, Kind
-from fourfold.program.clock import Span, Timeline
+from fourfold.program.clock import Span, Timeline, Times
 
 
 def write_trace(timeline: Timeline, path: Path, *, microseconds: float = 1e6) -> None:
@@ -59,3 +61,54 @@ def _events(span: Span, number: int, microseconds: float) -> list[dict[str, Any]
     # What overlaps needs a begin and an end with a number of its own.
     event |= {"id": number}
     return [{**event, "ph": "b", "ts": start}, {**event, "ph": "e", "ts": end}]
+
+
+def run_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a run's trace, its ``program.json``, but for the names of its ranks.
+
+    Raises:
+        UserError: where that is no such trace.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        found = [event for event in events if event["ph"] != "M"]
+        if not found or not all(isinstance(event["pid"], int) for event in found):
+            raise ValueError("no actions of ranks")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is no trace of a run ({error}): use the program.json of its folder"
+        ) from None
+    return found
+
+
+_PARTS = {
+    Kind.FORWARD: {"forward": 1.0},
+    Kind.INPUT_GRADIENT: {"input_gradient": 1.0},
+    Kind.WEIGHT_GRADIENT: {"weight_gradient": 1.0},
+    Kind.BACKWARD: {"input_gradient": 0.5, "weight_gradient": 0.5},
+}
+"""What the time of an action is counted as: of a whole backward a trace does not tell its halves apart."""
+
+
+def measured_times(path: Path) -> Times:
+    """How long a microbatch took on a rank of a run, in milliseconds; messages are not timed, and take 0.
+
+    Each time is the median over ranks and microbatches, of what a rank computed for one in all its segments.
+
+    Args:
+        path: the trace of the run, its ``program.json``.
+
+    Raises:
+        UserError: where that is none, or holds no forward and no backward.
+    """
+    spent: dict[str, dict[tuple[int, int], float]] = {part: {} for of in _PARTS.values() for part in of}
+    try:
+        for event in run_events(path):
+            for part, share in _PARTS.get(event["cat"], {}).items():
+                key = event["pid"], event["args"]["turn"]
+                spent[part][key] = spent[part].get(key, 0.0) + share * event["dur"] / 1e3
+        return Times(**{part: median(found.values()) for part, found in spent.items()})
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no forwards and backwards of a step ({error}): use the program.json of a run"
+        ) from None

@@ -70,7 +70,10 @@ class ScheduleName:
         rule = SCHEDULE_RULES.get(name)
         if rule is None:
             hint = nearest(name, SCHEDULE_RULES)
-            raise UserError(f"there is no schedule '{text}'.{hint} Use {choices(written_names())}")
+            raise UserError(
+                f"there is no schedule '{text}'.{hint} Use {choices(written_names())}, or the path of a file "
+                f"that ends in {choices(FILE_SUFFIXES)}"
+            )
         if number and rule.number is None:
             raise UserError(f"schedule '{text}': {name} takes no number, write {name}")
         if rule.needs_number and not number:
