@@ -3,20 +3,23 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from fourfold.errors import RunStopped, Unreadable, UserError
+from fourfold.specs import RunSpec
 
 RUN_FILE = "run.toml"
 METRICS = "metrics.jsonl"
 LOCK = "lock"
 
 
-def make_run_folder(wanted: Path, run_file: str) -> Path:
+def make_run_folder(wanted: Path, run: RunSpec) -> Path:
     """Make the folder of a run, write its run file there, and return it.
 
     A folder that another run wrote into is left alone: the new one is then called ``<wanted>-2``, and so on.
@@ -28,7 +31,7 @@ def make_run_folder(wanted: Path, run_file: str) -> Path:
         while not _taken(folder):
             number += 1
             folder = wanted.with_name(f"{wanted.name}-{number}")
-        (folder / RUN_FILE).write_text(run_file)
+        write_run_file(folder, run)
     except OSError as error:
         raise UserError(
             f"cannot write into the run folder {folder}: {error.strerror}: use another one with "
@@ -37,7 +40,20 @@ def make_run_folder(wanted: Path, run_file: str) -> Path:
     return folder
 
 
-def resumed_run_folder(wanted: Path, run_file: str) -> Path:
+def write_run_file(folder: Path, run: RunSpec) -> None:
+    """Write the run file of a run whose sizes are spelled out, for the folder to stand alone.
+
+    Of a schedule from a file the folder gets a copy, which the run file then names from wherever it is read.
+    """
+    layout, copy = run.layout, (folder / f"schedule{Path(run.layout.schedule.name).suffix}").absolute()
+    if layout.schedule.is_file and "," not in str(copy):  # a comma would end the path in a layout
+        with contextlib.suppress(shutil.SameFileError):  # where the run goes on by the file in its folder
+            shutil.copyfile(layout.schedule.name, copy)
+        layout = replace(layout, options={**layout.options, "pp": str(copy)})
+    (folder / RUN_FILE).write_text(run.model_copy(update={"layout": layout}).to_toml())
+
+
+def resumed_run_folder(wanted: Path, run: RunSpec) -> Path:
     """Return the folder of a run to go on in it; where there is none, or an empty one, it is made.
 
     The run file in it stays until the run goes on. Raises UserError where something else is in the folder, or
@@ -53,7 +69,7 @@ def resumed_run_folder(wanted: Path, run_file: str) -> Path:
             with holding(wanted):
                 pass  # it was left by a run that was killed
         return wanted
-    return make_run_folder(wanted, run_file)
+    return make_run_folder(wanted, run)
 
 
 def _taken(folder: Path) -> bool:

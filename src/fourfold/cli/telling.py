@@ -32,7 +32,7 @@ from fourfold.pictures import draw_loss, draw_throughput, draw_time, unigram_ent
 from fourfold.program import Timeline, draw
 from fourfold.program.trace import write_trace
 from fourfold.reporting import Reporter
-from fourfold.run_folder import RUN_FILE, holding, writing
+from fourfold.run_folder import RUN_FILE, holding, write_run_file, writing
 from fourfold.specs import ModelSpec, RunSpec
 from fourfold.traffic import Event
 from fourfold.training import Report, StepReport
@@ -116,13 +116,13 @@ class Telling:
         if stream := self._mesh.layout.stream(self._run.data.sequence_length):
             self.line(stream)
 
-    def go_on(self, start: int, run_file: str) -> None:
-        """Take the run up after ``start`` steps, with the settings that it has now."""
+    def go_on(self, start: int, run: RunSpec) -> None:
+        """Take the run up after ``start`` steps, with the settings that it has now, spelled out."""
         if self._reporter is None:
             return
         assert self._folder is not None
         with writing(self._folder / RUN_FILE):
-            (self._folder / RUN_FILE).write_text(run_file)
+            write_run_file(self._folder, run)
         self._reporter.go_on(start)
 
     def report(self, report: Report) -> None:

@@ -16,6 +16,7 @@ from fourfold.data import PYTHON_STDLIB, PackedDataset, Prepared, Tokenizer, loa
 from fourfold.doctor import chosen_here, device_type
 from fourfold.errors import RankFailed, RunPaused, RunStopped
 from fourfold.launch import Rank
+from fourfold.layer import schedule_file
 from fourfold.mesh import Mesh
 from fourfold.outline import Step
 from fourfold.parallel_model import ParallelModel
@@ -50,7 +51,7 @@ def datasets(run: RunSpec, prepared: Prepared) -> tuple[PackedDataset, PackedDat
 def run_folder(run: RunSpec, tokenizer: Tokenizer, *, resume: bool) -> Path:
     """Make the run folder, or take the one that is there to go on in it; with the resolved run file in it."""
     make = resumed_run_folder if resume else make_run_folder
-    return make(Path(run.folder), run.resolved(tokenizer.vocab_size).to_toml())
+    return make(Path(run.folder), run.resolved(tokenizer.vocab_size))
 
 
 def train_on_rank(
@@ -71,7 +72,6 @@ def train_on_rank(
     train_data, eval_data = datasets(run, prepared)
     if folder is None:
         folder = rank.on_first("making the run folder", lambda: run_folder(asked, tokenizer, resume=resume))
-    run_file = asked.resolved(tokenizer.vocab_size).to_toml()
     run, note = with_distinct_evaluation(run, eval_data)
     HERE.begin("while the model is made")
     mesh = Mesh(run.layout, device)
@@ -93,7 +93,7 @@ def train_on_rank(
         def go_on(trainer: Trainer) -> int:
             start = checkpoints.resume_(trainer)
             if resume:
-                told.go_on(start, run_file)
+                told.go_on(start, asked.resolved(tokenizer.vocab_size))
             return start
 
         with drawn_where_it_stops(rank, told), stop.listening():
@@ -149,8 +149,7 @@ def what_is_run(run: RunSpec, model_spec: ModelSpec, tokenizer: Tokenizer) -> di
     values["the content of data.tokenizer"] = tokenizer.fingerprint
     if run.model.init is not None:
         values["what lies where in model.init"] = check_hugging_face(Path(run.model.init), model_spec)
-    if run.layout.schedule.is_file:
-        values["the content of the schedule in layout"] = Path(run.layout.schedule.name).read_text()
+    values |= schedule_file.contents([run.layout.schedule])
     if PYTHON_STDLIB in run.data.source:
         values["version of Python, whose standard library is data.source"] = python_version()
     return values
