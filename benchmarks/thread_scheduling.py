@@ -41,7 +41,7 @@ def without(layout: str, workload: Workload, rank: int, ranks: int) -> Ours:
 
 def measure(workload: Workload, ranks: int, rounds: int | None) -> list[dict[str, object]]:
     """A row for each layout: medians of steps, and of their ratios round by round, with quartiles."""
-    rows = []
+    rows: list[dict[str, object]] = []
     for form in LAYOUTS:
         layout = form.format(ranks)
         builds = {"with": partial(ours, layout, workload), "without": partial(without, layout, workload)}
