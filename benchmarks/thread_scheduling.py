@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.contestants import Ours
 from benchmarks.report import arguments
-from benchmarks.teams import interleaved
+from benchmarks.teams import Build, interleaved
 from benchmarks.workloads import WORKLOADS, Workload
 
 LAYOUTS = (
@@ -41,10 +41,13 @@ def without(layout: str, workload: Workload, rank: int, ranks: int) -> Ours:
 
 def measure(workload: Workload, ranks: int, rounds: int | None) -> list[dict[str, object]]:
     """A row for each layout: medians of steps, and of their ratios round by round, with quartiles."""
-    rows: list[dict[str, object]] = []
+    rows = []
     for form in LAYOUTS:
         layout = form.format(ranks)
-        builds = {"with": partial(ours, layout, workload), "without": partial(without, layout, workload)}
+        builds: dict[str, Build] = {
+            "with": partial(ours, layout, workload),
+            "without": partial(without, layout, workload),
+        }
         scores = interleaved(builds, ranks, rounds=rounds, workload=workload)
         low, ratio, high = scores["with"].ratio(scores["without"])
         milliseconds = (scores[name].seconds * 1e3 for name in builds)
