@@ -140,7 +140,10 @@ def test_python_m_fourfold():
         (["schedule", "no.csv"], ["cannot read the schedule no.csv: No such file or directory"]),
         (
             ["schedule", "zb-h2", "--cap", "4"],
-            ["zb-h2 holds 7 microbatches at once where --cap 4 are allowed: use 1f1b, zb-h1, zbv or auto4"],
+            [
+                "zb-h2 holds 7 microbatches at once where --cap 4 are allowed: use 1f1b, zb-h1, zbv or auto4 "
+                "(0F4 on rank 0: with it the rank holds 5 microbatches' activations of its share of the model"
+            ],
         ),
     ],
 )

@@ -196,6 +196,7 @@ def _schedule(name: "ScheduleName", times: "Times", sizes: _Sizes) -> "Program":
 
 def _check_cap(name: str, program: "Program", times: "Times", sizes: _Sizes) -> None:
     """Raise `UserError` where a schedule holds more than the cap."""
+    from fourfold.program.check import activations_beyond
     from fourfold.program.clock import peak_activations
 
     most = max(peak_activations(program))
@@ -204,7 +205,7 @@ def _check_cap(name: str, program: "Program", times: "Times", sizes: _Sizes) -> 
         keep = [other for other, found in others.items() if max(peak_activations(found)) <= sizes.cap]
         raise UserError(
             f"schedule {name} holds {most:.4g} microbatches at once where --cap {sizes.cap} are allowed: "
-            f"use {choices(keep)}"
+            f"use {choices(keep)} ({activations_beyond(program, sizes.cap)[0]})"
         )
 
 

@@ -21,7 +21,7 @@ from fourfold.layer.schedule_file import read_schedule
 from fourfold.layer.schedule_search import MOST_CHUNKS, quickest
 from fourfold.layer.v_schedules import dual_pipe_v, zero_bubble_v
 from fourfold.program.actions import Action, Kind
-from fourfold.program.check import check_in_flight
+from fourfold.program.check import activations_beyond
 from fourfold.program.clock import Times
 from fourfold.program.program import Program
 from fourfold.specs.layout import Layout
@@ -76,9 +76,10 @@ def schedule(
         )
     else:
         program = named(name, ranks, microbatches)
-    most = most_in_flight(name, ranks=ranks, microbatches=microbatches)
+    most = most_activations(name, ranks=ranks, microbatches=microbatches)
     if most is not None:
-        check_in_flight(program, round(most * program.num_segments / ranks))
+        beyond = activations_beyond(program, most)
+        assert not beyond, f"schedule {name} breaks its promise: {beyond[0]}"
     check_stages(program, name, most_stages)
     return program
 
@@ -104,7 +105,7 @@ def check_stages(program: Program, name: ScheduleName, most_stages: int | None) 
     )
 
 
-def most_in_flight(name: ScheduleName, *, ranks: int, microbatches: int) -> float | None:
+def most_activations(name: ScheduleName, *, ranks: int, microbatches: int) -> float | None:
     """The most activations that a schedule promises to hold on any rank, whatever the times.
 
     In microbatches of a rank's share of the model, as `peak_activations` counts. None where there is no

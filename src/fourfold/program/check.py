@@ -11,7 +11,7 @@ from itertools import product
 
 from fourfold.errors import UserError
 from fourfold.program.actions import COMPUTE, CONTRIBUTES, RECEIVES, SENDS, TRANSFERS, Action, Kind
-from fourfold.program.clock import clock, peak_in_flight
+from fourfold.program.clock import clock, in_flight_after
 from fourfold.program.liveness import left_behind
 from fourfold.program.program import Program
 
@@ -241,12 +241,19 @@ def _deadlocks(program: Program) -> list[str]:
     return problems
 
 
-def check_in_flight(program: Program, most: int) -> None:
-    """Raise `UserError` where a rank holds more than ``most`` (segment, microbatch) activations at once."""
-    problems = [
-        f"rank {rank} holds {peak} activations at once: at most {most} are allowed"
-        for rank, peak in enumerate(peak_in_flight(program))
-        if peak > most
-    ]
-    if problems:
-        raise UserError(*problems)
+def activations_beyond(schedule: Program, most: float) -> list[str]:
+    """For each rank that holds more activations than ``most``, the first action with which it does, and why.
+
+    In microbatches of a rank's share of the model, as `peak_activations` counts them.
+    """
+    share = len(schedule.ranks) / schedule.num_segments
+    problems = []
+    for rank, actions in enumerate(schedule.ranks):
+        for action, held in in_flight_after(actions):
+            if held * share > most * (1 + 1e-9):  # thirds of a microbatch are not exact
+                problems.append(
+                    f"{action} on rank {rank}: with it the rank holds {held * share:.4g} microbatches' "
+                    f"activations of its share of the model: at most {most:.4g} are allowed"
+                )
+                break
+    return problems

@@ -5,7 +5,7 @@ collective starts when it is reached, runs on a lane for collectives, and holds 
 does a message between pipeline ranks; each pair of ranks, direction and kind has a lane of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -195,27 +195,27 @@ def _key(rank: int, action: Action) -> tuple[int | None, Action]:
 
 
 def peak_in_flight(program: Program) -> list[int]:
-    """For each rank, the most (segment, microbatch) activations that it holds at once.
+    """For each rank, the most (segment, microbatch) activations that it holds at once."""
+    return [max((held for _, held in in_flight_after(actions)), default=0) for actions in program.ranks]
+
+
+def in_flight_after(actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
+    """Each compute action of a rank, and how many (segment, microbatch) activations the rank then holds.
 
     An activation lives from the forward that leaves it (F, or R) to the end of its backward (B), or to its
     weight gradient (W).
     """
-    peaks = []
-    for actions in program.ranks:
-        tapes = left_behind(actions).tapes
-        live: dict[tuple[int, int], None] = {}
-        peak = 0
-        for action in actions:
-            if action.kind not in COMPUTE:
-                continue
-            key = (action.segment, action.microbatch)
-            if action in tapes:
-                live[key] = None
-                peak = max(peak, len(live))
-            elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                live.pop(key, None)
-        peaks.append(peak)
-    return peaks
+    tapes = left_behind(actions).tapes
+    live: set[tuple[int, int]] = set()
+    for action in actions:
+        if action.kind not in COMPUTE:
+            continue
+        place = action.segment, action.microbatch
+        if action in tapes:
+            live.add(place)
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+            live.discard(place)
+        yield action, len(live)
 
 
 def peak_activations(schedule: Program) -> list[float]:
