@@ -90,7 +90,10 @@ def ours(spec: ModelSpec, batches: list[Microbatch], calls: int) -> dict[str, Te
     """Every gradient of ours, whole on every rank. Two calls are a step of twice the microbatches."""
     batches = batches * calls
     mesh = Mesh(Layout.parse(f"pp{RANKS}"))
-    model = initialized(spec, mesh, microbatches=len(batches), dtype="float64", seed=0)
+    longest = max(batch.labels_BS.shape[1] for batch in batches)
+    model = initialized(
+        spec, mesh, microbatches=len(batches), dtype="float64", seed=0, sequence_length=longest
+    )
     tokens = sum(batch.labels_BS.numel() for batch in batches)
     found: dict[str, Tensor] = {}
 

@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 
 def timeline_of_a_step(layout: str) -> tuple[Timeline, Program]:
     spec, mesh = ModelSpec.preset("tiny"), Mesh(Layout.parse(layout))
-    parallel = initialized(spec, mesh, microbatches=3, dtype="float32", seed=0)
+    parallel = initialized(spec, mesh, microbatches=3, dtype="float32", seed=0, sequence_length=16)
     data = SyntheticDataset(spec.vocab_size, sequence_length=16, seed=0)
     batches = rank_batches(data, mesh, step=0, batch=6, microbatches=3)
     parallel.step(batches, valid_tokens=data.valid_tokens(0, 6), update=lambda _: None)

@@ -79,7 +79,8 @@ def test_units_are_segments_in_the_models_order(name: str) -> None:
 def logits_of_a_row(layout: str, vocab_size: int) -> tuple[Tensor, Tensor, int]:
     """The logits after a row of tokens, those that one whole model gives, the blocks joined with the head."""
     spec = ModelSpec.preset("tiny").replace({"vocab_size": vocab_size})
-    found = initialized(spec, Mesh(Layout.parse(layout)), microbatches=2, dtype="float64", seed=0)
+    mesh = Mesh(Layout.parse(layout))
+    found = initialized(spec, mesh, microbatches=2, dtype="float64", seed=0, sequence_length=16)
     model = Decoder(spec).double()
     initialize_(whole(dict(model.named_parameters())), model, seed=0, std=spec.initializer_range)
     row = SyntheticDataset(vocab_size, sequence_length=16, seed=0).rows(0, 1, range(1))
@@ -90,7 +91,7 @@ def logits_of_a_row(layout: str, vocab_size: int) -> tuple[Tensor, Tensor, int]:
 
 
 @pytest.mark.parametrize("vocab_size", [67, 512])
-@pytest.mark.parametrize("layout", ["dp1", "fsdp2", "pp2", "pp2:interleaved2"])
+@pytest.mark.parametrize("layout", ["dp1", "fsdp2", "pp2:interleaved2", "pp2:zbv", "pp2,dp2"])
 def test_the_last_logits_are_those_of_the_whole_model(ranks: RankPool, layout: str, vocab_size: int) -> None:
     """Also where layers are joined with a small head to the last segment."""
     world_size = Layout.parse(layout).world_size

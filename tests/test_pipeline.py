@@ -44,6 +44,8 @@ LENGTH = 16
 EMBEDDING = "model.embed_tokens.weight"
 TINY, TIED = ModelSpec.preset("tiny"), ModelSpec.preset("tiny-qwen3")
 SCHEDULES = [f"{name}2" if rule.needs_number else name for name, rule in SCHEDULE_RULES.items()]
+WITH_BOUNDS = [*SCHEDULES, "1f1b7", "auto4"]
+"""Also those with a number of microbatches that the first rank, or any, may hold."""
 
 Lengths = Sequence[tuple[int, int]]
 """(rows, tokens of a row) for each microbatch."""
@@ -135,6 +137,26 @@ def same(found: Step, expected: Step, rtol: float = 1e-12) -> None:
         torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=rtol * largest, msg=name)
 
 
+def laid_out(
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    dtype: str = "float64",
+    sharding: ShardingSection = ShardingSection(),  # noqa: B008
+) -> ParallelModel:
+    """A model on a mesh, with stages for rows of the usual length."""
+    return initialized(
+        spec,
+        mesh,
+        microbatches=microbatches,
+        dtype=dtype,
+        seed=0,
+        sharding=sharding,
+        sequence_length=LENGTH,
+    )
+
+
 def steps_on_a_rank(
     layout: str,
     cases: Sequence[tuple[ModelSpec, Lengths]],
@@ -144,9 +166,7 @@ def steps_on_a_rank(
     """A step for each case, on one mesh."""
     mesh, found = Mesh(Layout.parse(layout)), []
     for spec, lengths in cases:
-        parallel = initialized(
-            spec, mesh, microbatches=len(lengths), dtype="float64", seed=0, sharding=sharding
-        )
+        parallel = laid_out(spec, mesh, microbatches=len(lengths), sharding=sharding)
         valid_tokens = valid_tokens_of(batches_of(spec, lengths))
         mine = batches_of(spec, lengths, share=mesh.data.rank, shares=mesh.data.size)
         with agreement() if debug else nullcontext():
@@ -167,10 +187,10 @@ def on_ranks(
 # Every schedule, any number of microbatches
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WITH_BOUNDS)
 def test_two_ranks_equal_one_process(ranks: RankPool, schedule: str) -> None:
     """1, 2, 3 and 8 microbatches, tied and untied by turns."""
-    turn = SCHEDULES.index(schedule)
+    turn = WITH_BOUNDS.index(schedule)
     cases = [((TINY, TIED)[(turn + m) % 2], pieces_of(count)) for m, count in enumerate((1, 2, 3, 8))]
     on_ranks(ranks, f"pp2:{schedule}", cases)
 
@@ -247,7 +267,7 @@ def twice_on_a_rank(layout: str) -> tuple[Step, Step]:
     """4 microbatches, and the same ones twice in one step, divided by the tokens of once."""
     mesh, batches = Mesh(Layout.parse(layout)), batches_of(TINY, pieces_of(4))
     tokens = valid_tokens_of(batches)
-    once, twice = (initialized(TINY, mesh, microbatches=count, dtype="float64", seed=0) for count in (4, 8))
+    once, twice = (laid_out(TINY, mesh, microbatches=count) for count in (4, 8))
     return step_of(once, batches, tokens), step_of(twice, [*batches, *batches], tokens)
 
 
@@ -291,7 +311,7 @@ def test_large_messages(ranks: RankPool) -> None:
 def tied_steps(layout: str) -> tuple[list[tuple[float, Tensor | None]], dict[str, Tensor]]:
     """After each of 5 steps of AdamW: the norm, and what this rank has of the tied weight; all at the end."""
     mesh = Mesh(Layout.parse(layout))
-    parallel = initialized(TIED, mesh, microbatches=4, dtype="float64", seed=0)
+    parallel = laid_out(TIED, mesh, microbatches=4)
     update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=0.5)
     update.learning_rate = 1e-2
     seen: list[tuple[float, Tensor | None]] = []
@@ -341,7 +361,7 @@ FIRST, LAST = "model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.w
 
 def clipped_by_hand(layout: str, gradients: dict[str, float]) -> tuple[float, dict[str, float]]:
     """The norm of gradients with these sums over the ranks that hold them, and what clipping to 1 leaves."""
-    parallel = initialized(TIED, Mesh(Layout.parse(layout)), microbatches=4, dtype="float64", seed=0)
+    parallel = laid_out(TIED, Mesh(Layout.parse(layout)), microbatches=4)
     for unit in parallel.units:
         unit.summed.zero_()
         for name, gradient in unit.named(unit.summed):
@@ -364,7 +384,7 @@ def test_all_stages_clip_by_one_norm(ranks: RankPool, layout: str, embedding: fl
 
 def clipped_in_float32(layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients of a step before clipping, and after it."""
-    parallel = initialized(TINY, Mesh(Layout.parse(layout)), microbatches=4, dtype="float32", seed=0)
+    parallel = laid_out(TINY, Mesh(Layout.parse(layout)), microbatches=4, dtype="float32")
     found: list[dict[str, Tensor]] = []
 
     def update(_: Tensor) -> None:
@@ -399,7 +419,7 @@ def evaluated(parallel: ParallelModel, batches: Sequence[Microbatch]) -> float:
 def train_and_evaluate(layout: str, evaluates: bool) -> tuple[list[float], list[float]]:
     """(evaluate, train) twice, with other numbers of microbatches and lengths each time."""
     mesh = Mesh(Layout.parse(layout))
-    parallel = initialized(TIED, mesh, microbatches=3, dtype="float64", seed=0)
+    parallel = laid_out(TIED, mesh, microbatches=3)
     update = Update(parallel, optimizers(parallel, OptimizerSection(learning_rate=1e-2)), clip_norm=1.0)
     update.learning_rate = 1e-2
     shares = {"share": mesh.data.rank, "shares": mesh.data.size}
@@ -448,7 +468,7 @@ def counted(which: int) -> Microbatch:
 def losses_by_token(layout: str) -> tuple[float, float]:
     """Of training and of evaluation, where each of two data-parallel ranks has two microbatches."""
     mesh = Mesh(Layout.parse(layout))
-    parallel = initialized(TINY, mesh, microbatches=2, dtype="float64", seed=0)
+    parallel = laid_out(TINY, mesh, microbatches=2)
     mine = [counted(2 * mesh.data.rank), counted(2 * mesh.data.rank + 1)]
     loss = float(parallel.step(mine, valid_tokens=sum(COUNTS), update=nothing))
     return loss / sum(COUNTS), evaluated(parallel, mine) / sum(COUNTS)
@@ -508,7 +528,7 @@ def watching(patch: pytest.MonkeyPatch, parallel: ParallelModel) -> Iterator[tup
 def kept_on_a_rank(layout: str, microbatches: int) -> tuple[int, int, int]:
     """The peak of activations in flight, measured and simulated, and the most sends under way."""
     mesh = Mesh(Layout.parse(layout))
-    parallel = initialized(TINY, mesh, microbatches=microbatches, dtype="float64", seed=0)
+    parallel = laid_out(TINY, mesh, microbatches=microbatches)
     batches = batches_of(TINY, [(1, 4)] * microbatches)
     with pytest.MonkeyPatch.context() as patch, watching(patch, parallel) as (in_flight, sends):
         parallel.step(batches, valid_tokens=valid_tokens_of(batches), update=nothing)
@@ -541,7 +561,7 @@ def with_frozen(layout: str, spec: ModelSpec, names: Sequence[str]) -> tuple[Ste
         model = Decoder(spec)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(names)))
-    parallel = parallelize(model, mesh=mesh, microbatches=3, dtype=torch.float64)
+    parallel = parallelize(model, mesh=mesh, microbatches=3, dtype=torch.float64, sequence_length=LENGTH)
     parallel.load_(
         dict(initialized(spec, Mesh(Layout()), microbatches=1, dtype="float64", seed=0).named_masters())
     )

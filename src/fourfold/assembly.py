@@ -51,13 +51,16 @@ def parallelize(
         microbatches: into how many pieces a rank's share of a batch is cut.
         dtype: what computation runs in; master weights, gradients and reductions are float32 or higher.
         sharding: how weights are cut over the fsdp axis.
-        sequence_length: tokens of a sequence. It decides what attention costs beside the head where layers
-            are dealt to pipeline stages, and whether the ranks of tp can divide the tokens. Needed with tp,
-            unless its option says that they are not to.
+        sequence_length: tokens of a sequence. Needed with pp, since it decides what attention costs beside
+            the head where layers are dealt to stages; with tp, unless its option says that the ranks are not
+            to divide the tokens; and with a memory budget. Nothing else depends on it.
         rows: of a microbatch on a rank; a memory budget depends on them.
         recompute: which forwards run again instead of being kept.
+
+    Raises:
+        UserError: where the length of a sequence is needed and not given.
     """
-    length = _known_length(sequence_length, mesh)
+    length = _known_length(sequence_length, mesh, recompute)
     tensor_parallel = cut_channels_(model, mesh, length)
     context = cut_sequences_(model, mesh)
     cuts = {} if tensor_parallel is None else tensor_parallel.cuts
@@ -91,14 +94,29 @@ def parallelize(
     )
 
 
-def _known_length(sequence_length: int | None, mesh: Mesh) -> int:
+def _known_length(sequence_length: int | None, mesh: Mesh, recompute: RecomputeName) -> int:
     """Return the tokens of a sequence; 1 where they are not known and make no difference."""
-    if sequence_length is None and mesh.tp.size > 1 and mesh.layout.options.get("tp") != "allreduce":
-        raise UserError(
+    if sequence_length is not None:
+        return sequence_length
+    problems = []
+    if mesh.pp.size > 1:
+        problems.append(
+            f"pp={mesh.pp.size} deals layers to stages by what they cost, and attention costs more the "
+            "longer a sequence is (Layer axis): give sequence_length, the tokens of a row"
+        )
+    if mesh.tp.size > 1 and mesh.layout.options.get("tp") != "allreduce":
+        problems.append(
             f"tp={mesh.tp.size} cuts tokens where its ranks divide them (Channel axis): "
             f"give sequence_length, or use tp{mesh.tp.size}:allreduce"
         )
-    return sequence_length or 1
+    if recompute.name == "budget":
+        problems.append(
+            f"recompute='{recompute}' counts the bytes of activations: give sequence_length and rows, those "
+            "of a microbatch on a rank"
+        )
+    if problems:
+        raise UserError(*problems)
+    return 1
 
 
 def _block_costs(

@@ -203,9 +203,13 @@ def without_a_length(layout: str) -> str:
     return str(caught.value)
 
 
-def test_tokens_are_not_cut_by_a_guess(ranks: RankPool) -> None:
+def test_nothing_is_cut_by_a_guess(ranks: RankPool) -> None:
+    """Neither tokens nor layers: stages for rows of one token are others than for long ones."""
     for message in ranks(2, without_a_length, "tp2"):
         assert "give sequence_length, or use tp2:allreduce" in message
+    for message in ranks(2, without_a_length, "pp2"):
+        assert "pp=2 deals layers to stages by what they cost" in message
+        assert "give sequence_length" in message
 
 
 def replicas_after_steps(layout: str) -> dict[str, list[str]]:

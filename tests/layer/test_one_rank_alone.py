@@ -24,7 +24,7 @@ def built_in_turns(layout: str) -> tuple[list[Event], float]:
         if turn == mesh.world.rank:
             start = time.process_time()
             with record() as events:
-                initialized(six, mesh, microbatches=4, dtype="float64", seed=0)
+                initialized(six, mesh, microbatches=4, dtype="float64", seed=0, sequence_length=LENGTH)
             seconds = time.process_time() - start
         barrier(mesh.world)
     return events, seconds
@@ -73,7 +73,7 @@ def test_evaluation_runs_on_all_ranks_whoever_listens(ranks: RankPool) -> None:
 def one_evaluates_by_itself(layout: str) -> str:
     """The error where the last rank evaluates in a callback of its own and the other goes on to train."""
     mesh, data = Mesh(Layout.parse(layout)), SyntheticDataset(TINY.vocab_size, LENGTH, seed=1)
-    parallel = initialized(TINY, mesh, microbatches=2, dtype="float64", seed=0)
+    parallel = initialized(TINY, mesh, microbatches=2, dtype="float64", seed=0, sequence_length=LENGTH)
     batches = [data.rows(0, 4, range(2 * m, 2 * m + 2)) for m in range(2)]
 
     def train_or_evaluate() -> None:
