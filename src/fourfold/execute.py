@@ -80,7 +80,7 @@ class Executor:
         self._mesh = mesh
         self._activation = activation
         self._training = Transport(mesh, program)
-        self._evaluations: dict[int, Transport] = {}
+        self._forwards: dict[int, Transport] = {}  # by the program's id
         self._device = mesh.device
         # After a failed step: collectives may still be writing into buffers.
         self._is_broken = False
@@ -146,7 +146,7 @@ class Executor:
         """Run a program of forwards; return what the last segment gives for each microbatch.
 
         Args:
-            program: one for each number of microbatches.
+            program: made once for many calls; all ranks bring theirs in the same order.
             batches: the microbatches.
             head: computes in place of the last segment, by default that itself.
 
@@ -154,12 +154,12 @@ class Executor:
             The sums of the token losses, or what ``head`` returns; nothing on pipeline ranks without the last
             segment.
         """
-        count = program.microbatches
-        if count not in self._evaluations:
-            self._evaluations[count] = Transport(self._mesh, program)
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         trace = Trace(self._device, self._mesh.pp.rank)
-        state = _Step(batches, 0, nothing, lambda _: None, trace, self._evaluations[count], left_behind(()))
+        if id(program) not in self._forwards:  # a transport keeps its program: no other has its id
+            self._forwards[id(program)] = Transport(self._mesh, program)
+        transport = self._forwards[id(program)]
+        state = _Step(batches, 0, nothing, lambda _: None, trace, transport, left_behind(()))
         results: list[Tensor] = []
 
         def run_forward(state: _Step, action: Action) -> None:
@@ -321,9 +321,9 @@ class Executor:
 
     def _loss(self, state: _Step, action: Action) -> None:
         # [Note: asked to end] Whether any rank was asked to end travels with the loss, so all ranks come to
-        # the same at the same step, and it costs no message of its own. The ranks of tp have the same loss:
-        # one of them adds it; of the others nothing but that it is not finite.
-        if self._mesh.tp.rank:
+        # the same at the same step, and it costs no message of its own. Of ranks with the same loss one adds
+        # it; of the others nothing but that it is not finite.
+        if not self._mesh.counts_its_loss:
             state.sums[0] *= 0.0
         state.sums[1] = float(stop.is_asked())
 

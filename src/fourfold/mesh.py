@@ -101,6 +101,11 @@ class Mesh:
         self.shards = self.joint(*layout.shard_axes)
         self.world = self.joint(*AXES)
 
+    @property
+    def counts_its_loss(self) -> bool:
+        """Whether the loss of this rank goes into the sum: ranks of tp have the same, the first adds it."""
+        return self.tp.rank == 0
+
     def joint(self, *names: str) -> Axis:
         """Return the axis that joins these, in the mesh's order whatever the order of the names.
 

@@ -32,7 +32,7 @@ def listed(
     return found
 
 
-@pytest.mark.parametrize("rule", [*RULES, Rule(split=False)])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "placement", [loop_placement(3, 1), loop_placement(3, 3), v_placement(3), (0, 0, 1, 2, 1), (0,)]
 )
@@ -44,11 +44,6 @@ def test_its_times_are_the_clocks_and_its_bound_is_kept(placement: tuple[int, ..
         check(program)
         assert found.seconds == pytest.approx(clock(program, TIMES.of(program)).seconds)
         assert max(peak_in_flight(program)) <= most_stages + room
-
-
-def test_a_whole_backward_is_written_where_it_is_not_split() -> None:
-    found = listed(v_placement(2), microbatches=2, most_in_flight=4, rule=Rule(split=False))
-    assert {action.kind for _, action in found.program().actions()} == {Kind.FORWARD, Kind.BACKWARD}
 
 
 def test_a_patient_rank_waits_for_what_is_about_to_come() -> None:

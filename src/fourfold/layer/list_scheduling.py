@@ -1,7 +1,7 @@
 """List scheduling: each rank starts the most urgent of what it can start, as soon as it can.
 
 A rule says what is urgent, and memory has a bound. The order that comes out is a schedule, a `Program` over
-stages.
+stages, with every backward in halves.
 """
 
 from collections.abc import Sequence
@@ -42,12 +42,10 @@ class Rule:
         first: ``turns``: a forward after a backward and a backward after a forward, where both could start;
             ``backward``: backwards; ``forward``: forwards. Weight gradients come last, where nothing else
             could start.
-        split: whether weight gradients may come later than their input gradient.
         patience: no weight gradient is started where something else can start within this part of its time.
     """
 
     first: Literal["turns", "backward", "forward"] = "turns"
-    split: bool = True
     patience: float = 0.0
 
 
@@ -153,14 +151,13 @@ class _Ranks:
         found = []
         stages = self.stages_of[rank]
         urgency = _URGENCY[self.rule.first, self.last[rank]]
-        backward = Kind.INPUT_GRADIENT if self.rule.split else Kind.BACKWARD
         for later, stage in enumerate(reversed(stages)):
             m = self.forwards[stage]
             if m < len(self.inputs[stage]) and self.room[rank] > later:
                 found.append((self.inputs[stage][m], urgency[0], -stage, m, Kind.FORWARD, stage))
             m = self.backwards[stage]
             if m < len(self.gradients[stage]):
-                found.append((self.gradients[stage][m], urgency[1], m, -stage, backward, stage))
+                found.append((self.gradients[stage][m], urgency[1], m, -stage, Kind.INPUT_GRADIENT, stage))
             m = self.weights[stage]
             if m < self.backwards[stage]:
                 found.append((0.0, _LAST, m, -stage, Kind.WEIGHT_GRADIENT, stage))
@@ -187,12 +184,9 @@ class _Ranks:
         else:
             m = self.backwards[stage]
             self.backwards[stage] += 1
-            self.last[rank] = Kind.INPUT_GRADIENT
-            if kind is Kind.BACKWARD:
-                self.weights[stage] += 1
-                self.room[rank] += 1
+            self.last[rank] = kind
             if stage:
-                self._pass_on(self.gradients[stage - 1], Kind.INPUT_GRADIENT, stage, stage - 1, end)
+                self._pass_on(self.gradients[stage - 1], kind, stage, stage - 1, end)
         self.orders[rank].append((kind, stage, m))
         self.choose(rank)
 

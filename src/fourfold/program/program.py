@@ -145,7 +145,10 @@ class Program:
     def needs(self, rank: int, action: Action) -> list[Action]:
         """The actions that must have ended before ``action`` may start on ``rank``.
 
-        [Note: dependencies] This is the one place that knows them; `check` and `clock` both ask here.
+        [Note: dependencies] `check` and `clock` both ask here. What has to be quick knows those between
+        stages by itself: `schedule_search.step_seconds`, `list_scheduling` and `planner.pipeline`. For each a
+        test holds the seconds of a step to those of `clock`: in `tests/layer/test_schedule_search.py`,
+        `tests/layer/test_list_scheduling.py` and `tests/planner/test_pipeline.py`.
 
         - the forward of a segment needs the forward of the segment before it;
         - its backward (B or I) needs its own last forward, which left a tape (F, or R), and the backward of
