@@ -4,15 +4,28 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fourfold.build import Sharding, UnitUse, build, evaluation, expanded
 from fourfold.errors import UserError
-from fourfold.layer.schedules import gpipe, one_forward_one_backward, schedule
+from fourfold.layer.schedules import gpipe, named_schedules, one_forward_one_backward, schedule
 from fourfold.program import COMPUTE, Action, Kind, Program, check, clock
 from fourfold.program.actions import SENDS
 from fourfold.program.clock import Times
 from fourfold.specs import REPLICATED
-from tests.programs import FSDP, REPLICAS, ZERO2, one_stage, own_units, parsed, units_with_users, written
+from tests.layer.random_schedules import right_schedules
+from tests.programs import (
+    FSDP,
+    REPLICAS,
+    ZERO2,
+    on_edges,
+    one_stage,
+    own_units,
+    parsed,
+    units_with_users,
+    written,
+)
 
 
 def text(program: Program) -> list[str]:
@@ -230,6 +243,35 @@ def test_evaluation_is_forwards_only() -> None:
     assert program.microbatches == 2
     assert program.users == training.users
     assert text(evaluation(training, microbatches=0, sharding=REPLICAS)) == [""]
+
+
+def holds_as_an_evaluation(order: Program, microbatches: int) -> None:
+    """Forwards end on the strictest transport, each stands once, and an edge has one order at both ends."""
+    sizes = [1 + stage % 2 for stage in range(order.num_segments)]
+    for sharding in (REPLICAS, Sharding(FSDP, prefetch=1)):
+        training = build(order, segments_of_stage=sizes, units=own_units(sum(sizes)), sharding=sharding)
+        program = evaluation(training, microbatches=microbatches, sharding=sharding)
+        assert not clock(program, rendezvous=True).stuck
+        computed = sorted((rank, action) for rank, action in program.actions() if action.kind in COMPUTE)
+        places = product(enumerate(program.rank_of_segment), range(microbatches))
+        assert computed == sorted((rank, Action(Kind.FORWARD, s, m)) for (s, rank), m in places)
+        sent, received = on_edges(program)
+        assert sent == received
+
+
+@settings(max_examples=50, deadline=None)
+@given(right_schedules(), st.integers(0, 9))
+def test_evaluation_on_any_placement(order: Program, microbatches: int) -> None:
+    # PP-16
+    holds_as_an_evaluation(order, microbatches)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_evaluation_under_every_named_schedule(ranks: int) -> None:
+    # PP-16
+    for order in named_schedules(ranks=ranks, microbatches=2).values():
+        for microbatches in (1, ranks, 2 * ranks + 1):
+            holds_as_an_evaluation(order, microbatches)
 
 
 def test_the_program_knows_where_things_live() -> None:
