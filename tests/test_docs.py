@@ -13,6 +13,7 @@ from fourfold.mesh import Mesh
 from fourfold.models import Decoder
 from fourfold.program import Kind, draw
 from fourfold.specs import PLACEMENTS, Layout, ModelSpec, RunSpec, ShardingSection
+from tests.commands import fourfold_
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,22 @@ def test_the_options_of_sharding() -> None:
 
 def test_the_balance_that_auto_asks_for() -> None:
     assert f"more than {pieces.BALANCED} times the mean" in BATCH
+
+
+def test_the_commands_of_the_layer_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, one after another; what a run would have written is a schedule's trace."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    assert fourfold_("schedule", "1f1b", "--trace", str(run / "program.json")).exit_code == 0
+    page = (ROOT / "docs" / "axes" / "layer.md").read_text()
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
+    assert len(commands) == 5
+    for command in commands:
+        name, *arguments = command.split()
+        assert name == "fourfold"
+        assert fourfold_(*arguments).exit_code == 0, command
+    assert {path.name for path in tmp_path.iterdir()} == {"1f1b.png", "zbv.png", "mine.csv", "runs"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
