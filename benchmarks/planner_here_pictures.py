@@ -47,6 +47,9 @@ def draw_accuracy(path: Path, rows: Sequence[Row]) -> None:
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:.0f}")
+        axis.set_minor_formatter("{x:.0f}")
     axes.set_xlabel("measured ms of a step")
     axes.set_ylabel("predicted ms of a step")
     axes.set_title("Layouts of a small model on two cores; the band is 15 %", loc="left", fontsize=10)
