@@ -136,6 +136,13 @@ def test_python_m_fourfold():
             ],
         ),
         (["schedule", "1f1b", "--times", "1e308,1,1"], ["e.g. 1,1.2,0.8,0.1: numbers from 0 to 1e+09"]),
+        (
+            ["schedule", "1f1b", "--picture", "no/p.png", "--times", "none.json"],
+            [
+                "cannot read none.json: No such file or directory: use the program.json of a run's folder",
+                "--picture no/p.png: there is no folder no: make it",
+            ],
+        ),
         (["schedule"], ["which schedule? Use gpipe, 1f1b, interleaved2"]),
         (["schedule", "no.csv"], ["cannot read the schedule no.csv: No such file or directory"]),
         (

@@ -152,6 +152,11 @@ def _asked(
         for option, path in files.items()
         if path.suffix not in _SUFFIXES[option]
     ]
+    problems += [
+        f"--{option} {path}: there is no folder {path.parent}: make it, or use a file in one that exists"
+        for option, path in files.items()
+        if not path.parent.is_dir()
+    ]
     if problems:
         raise UserError(*problems)
     return parsed, durations

@@ -70,11 +70,18 @@ def run_events(path: Path) -> list[dict[str, Any]]:
         UserError: where that is no such trace.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or "traceEvents" not in content:
+            raise ValueError("it has no 'traceEvents'")
+        events = content["traceEvents"]
         found = [event for event in events if event["ph"] != "M"]
         if not found or not all(isinstance(event["pid"], int) for event in found):
             raise ValueError("no actions of ranks")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}: use the program.json of a run's folder"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is no trace of a run ({error}): use the program.json of its folder"
         ) from None
