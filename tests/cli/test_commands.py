@@ -136,15 +136,12 @@ def test_python_m_fourfold():
             ],
         ),
         (["schedule", "1f1b", "--times", "1e308,1,1"], ["e.g. 1,1.2,0.8,0.1: numbers from 0 to 1e+09"]),
-        (
-            ["schedule", "1f1b", "--picture", "no/p.png", "--times", "none.json"],
-            [
-                "cannot read none.json: No such file or directory: use the program.json of a run's folder",
-                "--picture no/p.png: there is no folder no: make it",
-            ],
-        ),
         (["schedule"], ["which schedule? Use gpipe, 1f1b, interleaved2"]),
         (["schedule", "no.csv"], ["cannot read the schedule no.csv: No such file or directory"]),
+        (["schedule", "1f1b", "--times", "no.json"], ["cannot read no.json: No such file or directory: use"]),
+        (["schedule", "1f1b", "--stages", "9999"], ["9999 pipeline ranks and 8 microbatches are too many"]),
+        (["schedule", "1f1b", "--picture", "no/x.png"], ["--picture no/x.png: there is no folder "]),
+        (["bench", "--json", "."], ["--json .: it is a folder: name a file in it"]),
         (
             ["schedule", "zb-h2", "--cap", "4"],
             [

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.output_file import output_option
 from fourfold.errors import UserError, choices, nearest
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def bench(
     rows: Annotated[str, typer.Option(help="Sequences of a microbatch on a rank, e.g. 1,4.")] = "1,4",
     dtype: Annotated[str | None, typer.Option(help="By default bfloat16 on a GPU, else float32.")] = None,
     ranks: Annotated[int | None, typer.Option(help="By default one for each GPU, or 2.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the calibration here.")] = None,
+    as_json: Annotated[Path | None, output_option("Write the calibration here.", "--json")] = None,
 ) -> None:
     """Measure this machine for the planner.
 

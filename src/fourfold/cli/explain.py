@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.output_file import output_option
 from fourfold.cli.step_options import (
     Batch,
     Dtype,
@@ -39,7 +40,7 @@ def explain(
     dtype: Dtype = None,
     recompute: Recompute = None,
     device: Annotated[str, typer.Option(help="Whose collectives: cuda (NCCL) or cpu (gloo).")] = "cuda",
-    picture: Annotated[Path | None, typer.Option(help="Draw memory and step into this PNG or SVG.")] = None,
+    picture: Annotated[Path | None, output_option("Draw memory and step into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict what a training step takes.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fourfold.cli.output_file import output_option
 from fourfold.cli.tables import table
 from fourfold.errors import UserError, choices
 
@@ -43,7 +44,7 @@ def plan(
         bool, typer.Option("--limits", help="The longest sequence and the deepest model that fit.")
     ] = False,
     top: Annotated[int, typer.Option(help="How many plans are shown.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the first plan as a run file.")] = None,
+    out: Annotated[Path | None, output_option("Write the first plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find the fastest layouts on a cluster.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.cli.output_file import output_option
 from fourfold.errors import UserError, choices
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ _STAGES, _MICROBATCHES = 4, 8
 
 _LONGEST = 1e9
 """Of --times: a step of more would not be a number in the end."""
+
+_MOST_RANKS, _MOST_FORWARDS = 1024, 2**18
+"""Of a schedule to show: more would take minutes."""
 
 _MEASURED = ".json"
 """What --times ends in where it is a run's program.json."""
@@ -75,11 +79,12 @@ def schedule(
     cap: Cap = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this PNG or SVG file.")] = None,
+    picture: Annotated[Path | None, output_option("Draw it into this PNG or SVG file.")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write it into this JSON file, to be opened in ui.perfetto.dev.")
+        Path | None,
+        output_option("Write it into this JSON file, to be opened in ui.perfetto.dev."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the schedule into this CSV or JSON file.")] = None,
+    save: Annotated[Path | None, output_option("Write the schedule into this CSV or JSON file.")] = None,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Show each stage's forward run again before its backward.")
     ] = False,
@@ -142,6 +147,12 @@ def _asked(
         for option, value in asdict(sizes).items()
         if value is not None and value < 1
     ]
+    ranks, count = sizes.stages or _STAGES, sizes.microbatches or _MICROBATCHES
+    if ranks > _MOST_RANKS or ranks * count > _MOST_FORWARDS:
+        problems.append(
+            f"{ranks} pipeline ranks and {count} microbatches are too many to draw: use --stages of at most "
+            f"{_MOST_RANKS}, and at most {_MOST_FORWARDS} of both multiplied"
+        )
     durations = Times()
     try:
         durations = _times(times)
@@ -151,11 +162,6 @@ def _asked(
         f"--{option} {path}: the file's name must end in {choices(_SUFFIXES[option])}"
         for option, path in files.items()
         if path.suffix not in _SUFFIXES[option]
-    ]
-    problems += [
-        f"--{option} {path}: there is no folder {path.parent}: make it, or use a file in one that exists"
-        for option, path in files.items()
-        if not path.parent.is_dir()
     ]
     if problems:
         raise UserError(*problems)

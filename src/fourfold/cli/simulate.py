@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fourfold.cli.output_file import output_option
 from fourfold.cli.step_options import (
     Batch,
     Dtype,
@@ -45,11 +46,11 @@ def simulate(
         list[str] | None, typer.Option(help="A slow pipeline rank: 1:1.2 computes 1.2 times as long.")
     ] = None,
     link: Annotated[list[str] | None, typer.Option(help="A slow axis: fsdp:2 sends twice as long.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev, .json.")] = None,
+    trace: Annotated[Path | None, output_option("Write a trace for ui.perfetto.dev, .json.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="The program.json of a run of this layout, for the trace.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the step into this PNG or SVG.")] = None,
+    picture: Annotated[Path | None, output_option("Draw the step into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Simulate a step on devices not at hand.
