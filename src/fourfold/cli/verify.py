@@ -319,7 +319,7 @@ def _model(name: str, overrides: Sequence[str]) -> "ModelSpec":
         override_(values, text)
     if others := [key for key in values if key != "model"]:
         raise UserError(
-            f"--set {others[0]}...: with --model only sizes of the model can be set, as model.KEY=VALUE"
+            f"--set {others[0]}...: with --model only what the model is can be set, as model.KEY=VALUE"
         )
     section = ModelSection.model_validate({**values["model"], "config" if is_path(name) else "preset": name})
     return section.spec() if section.overrides else ModelSpec.named(name)

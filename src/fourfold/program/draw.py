@@ -163,14 +163,13 @@ def picture(
 
     A rank has a lane for compute, one for communication, and where weights are freed one that shows how long
     each unit's are held: from the start of a GATHER to the end of its FREE. Where a label does not fit, the
-    number of the segment or unit stands alone. Messages between
-    neighbouring ranks are thin lines, if they are few.
+    number of the segment or unit stands alone. Messages between neighbouring ranks are thin lines, if few.
 
     Args:
         timeline: what to draw.
         path: the file to write.
         title: says what it is and whether it is measured.
-        names: the label of an action, shown where it fits.
+        names: the label of an action, shown where the longest of its kind would fit.
         unit: ``ms`` for times in seconds, or what a simulated time is counted in, as ``forwards``.
         shaded: of a schedule: the later stages of a rank are lighter, and where a label does not fit, the
             number of the microbatch stands alone.
@@ -184,6 +183,7 @@ def picture(
     figure = Figure(figsize=(12, 1.7 + 0.5 * sum(heights)), dpi=120, layout="constrained")
     axes = figure.subplots()
     lightness = _lightness(timeline) if shaded else {}
+    widths = _widths(timeline, names, shaded)
     middles = []
     top = 0.0
     for (spans, rows, count), height in zip(lanes.values(), heights, strict=True):
@@ -195,8 +195,8 @@ def picture(
             lighter = lightness.get((span.rank, span.action.place), 0.0)
             colour = _lighter(COLOURS[span.action.kind], lighter)
             axes.barh(middle, length, left=start, height=bar, color=colour, edgecolor="white", linewidth=0.4)
-            labels = _labels(span.action, names, shaded)
-            fitting = [label for label in labels if length > total * 0.007 * len(label)]
+            labels = zip(_labels(span.action, names, shaded), widths[span.action.kind], strict=False)
+            fitting = [label for label, width in labels if length > total * 0.007 * width]
             if fitting and count <= _MOST_LABELLED_ROWS:
                 colour = "#303030" if span.action.kind is Kind.FREE or lighter else "white"
                 where = start + length / 2, middle
@@ -207,11 +207,11 @@ def picture(
     axes.set_ylim(top, 0)
     axes.set_xlim(0, total or 1)
     axes.set_xlabel("milliseconds since the step began" if unit == "ms" else f"time in {unit}")
-    _draw_frame(figure, axes, timeline, title)
+    _draw_frame(figure, axes, timeline, title, has_lighter=any(lightness.values()))
     figure.savefig(path)
 
 
-def _draw_frame(figure: "Figure", axes: "Axes", timeline: Timeline, title: str) -> None:
+def _draw_frame(figure: "Figure", axes: "Axes", timeline: Timeline, title: str, *, has_lighter: bool) -> None:
     """The title, and what the colours mean that are there."""
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -219,8 +219,11 @@ def _draw_frame(figure: "Figure", axes: "Axes", timeline: Timeline, title: str) 
     present = {span.action.kind for span in timeline.spans}
     kinds = [kind for kind in _MEANING if kind in present]
     handles = [axes.barh(0, 0, color=COLOURS[kind], label=_MEANING[kind]) for kind in kinds]
+    if has_lighter:
+        pale = _lighter(COLOURS[kinds[0]], 0.5)
+        handles.append(axes.barh(0, 0, color=pale, label="lighter: a later stage of the rank"))
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(kinds), frameon=False, fontsize=8,
+        handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8,
         columnspacing=1.2, handlelength=1.2, handletextpad=0.5,
     )  # fmt: skip
 
@@ -264,6 +267,16 @@ def _labels(action: Action, names: Callable[[Action], str], by_turn: bool) -> li
     number = action.turn if by_turn else action.place
     short = [] if number is None else [str(number)]
     return short if action.kind is Kind.FREE else [names(action), *short]
+
+
+def _widths(timeline: Timeline, names: Callable[[Action], str], by_turn: bool) -> dict[Kind, list[int]]:
+    """The most characters of a kind's labels, of each form: so equal bars have a label all, or none."""
+    found: dict[Kind, list[int]] = {}
+    for span in timeline.spans:
+        lengths = [len(label) for label in _labels(span.action, names, by_turn)]
+        before = found.setdefault(span.action.kind, lengths)
+        found[span.action.kind] = [max(pair) for pair in zip(before, lengths, strict=True)]
+    return found
 
 
 def _rows(spans: list[Span]) -> tuple[list[int], int]:
