@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from fourfold.build import Sharding, UnitUse, build
 from fourfold.layer.schedules import one_forward_one_backward
-from fourfold.program import Action, Kind, Program
-from fourfold.program.actions import RECEIVES, SENDS
+from fourfold.program import Action, Program
 from fourfold.specs import PLACEMENTS, REPLICATED
 
 REPLICAS = Sharding(REPLICATED)
@@ -56,20 +55,3 @@ def parsed(text: str) -> tuple[Action, ...]:
 def written(program: Program, rank: int = 0) -> str:
     """The actions of a rank as text."""
     return " ".join(map(str, program.ranks[rank]))
-
-
-Edges = dict[tuple[int, int, Kind], list[Action]]
-"""The SENDs from one rank to another, of one kind."""
-
-
-def on_edges(program: Program) -> tuple[Edges, Edges]:
-    """The messages of every edge in the order in which they are sent, and in that of their RECVs."""
-    sent: Edges = {}
-    received: Edges = {}
-    for rank, action in program.actions():
-        if action.kind in SENDS:
-            sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
-        elif action.kind in RECEIVES:
-            send = action.other_end
-            received.setdefault((program.peer(action), rank, send.kind), []).append(send)
-    return sent, received

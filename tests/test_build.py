@@ -12,6 +12,7 @@ from fourfold.errors import UserError
 from fourfold.layer.schedules import gpipe, named_schedules, one_forward_one_backward, schedule
 from fourfold.program import COMPUTE, Action, Kind, Program, check, clock
 from fourfold.program.actions import SENDS
+from fourfold.program.check import on_edges
 from fourfold.program.clock import Times
 from fourfold.specs import REPLICATED
 from tests.layer.random_schedules import right_schedules
@@ -19,7 +20,6 @@ from tests.programs import (
     FSDP,
     REPLICAS,
     ZERO2,
-    on_edges,
     one_stage,
     own_units,
     parsed,

@@ -12,9 +12,10 @@ from fourfold.layer.schedules import named_schedules, schedule
 from fourfold.layer.transfers import arrived, with_transfers
 from fourfold.program import COMPUTE, Action, Kind, Program, check
 from fourfold.program.actions import RECEIVES, SENDS
+from fourfold.program.check import on_edges
 from fourfold.program.clock import peak_in_flight
 from fourfold.specs import SCHEDULE_RULES
-from tests.programs import on_edges, parsed, written
+from tests.programs import parsed, written
 
 NUMBERS = {"1f1b": (None, 1, 5), "interleaved": (1, 2, 3), "bfs": (1, 2, 3), "auto": (None,)}
 """Which numbers to write after a name, where one may stand there."""

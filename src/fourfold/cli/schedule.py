@@ -69,6 +69,16 @@ class _Sizes:
     layers: int | None
     cap: int | None
 
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks of a schedule by name."""
+        return self.stages or _STAGES
+
+    @property
+    def count(self) -> int:
+        """Microbatches of a schedule by name."""
+        return self.microbatches or _MICROBATCHES
+
 
 def schedule(
     name: Name = None,
@@ -81,8 +91,7 @@ def schedule(
     compare: Annotated[bool, typer.Option("--compare", help="Print a table of all schedules.")] = False,
     picture: Annotated[Path | None, output_option("Draw it into this PNG or SVG file.")] = None,
     trace: Annotated[
-        Path | None,
-        output_option("Write it into this JSON file, to be opened in ui.perfetto.dev."),
+        Path | None, output_option("Write it into this JSON file, to be opened in ui.perfetto.dev.")
     ] = None,
     save: Annotated[Path | None, output_option("Write the schedule into this CSV or JSON file.")] = None,
     recompute: Annotated[
@@ -147,11 +156,10 @@ def _asked(
         for option, value in asdict(sizes).items()
         if value is not None and value < 1
     ]
-    ranks, count = sizes.stages or _STAGES, sizes.microbatches or _MICROBATCHES
-    if ranks > _MOST_RANKS or ranks * count > _MOST_FORWARDS:
+    if sizes.ranks > _MOST_RANKS or sizes.ranks * sizes.count > _MOST_FORWARDS:
         problems.append(
-            f"{ranks} pipeline ranks and {count} microbatches are too many to draw: use --stages of at most "
-            f"{_MOST_RANKS}, and at most {_MOST_FORWARDS} of both multiplied"
+            f"{sizes.ranks} pipeline ranks and {sizes.count} microbatches are too many to draw: use "
+            f"--stages of at most {_MOST_RANKS}, and at most {_MOST_FORWARDS} of both multiplied"
         )
     durations = Times()
     try:
@@ -201,8 +209,9 @@ def _schedule(name: "ScheduleName", times: "Times", sizes: _Sizes) -> "Program":
         program = read_schedule(name.name, ranks=sizes.stages, microbatches=sizes.microbatches)
         check_stages(program, name, sizes.layers)
         return program
-    ranks, count = sizes.stages or _STAGES, sizes.microbatches or _MICROBATCHES
-    return named_schedule(name, ranks=ranks, microbatches=count, times=times, most_stages=sizes.layers)
+    return named_schedule(
+        name, ranks=sizes.ranks, microbatches=sizes.count, times=times, most_stages=sizes.layers
+    )
 
 
 def _check_cap(name: str, program: "Program", times: "Times", sizes: _Sizes) -> None:
@@ -242,8 +251,8 @@ def _all_schedules(beside: "Program | None", times: "Times", sizes: _Sizes) -> d
     from fourfold.layer.schedules import schedule as named_schedule
     from fourfold.specs.schedule_name import ScheduleName
 
-    ranks = len(beside.ranks) if beside else sizes.stages or _STAGES
-    count = beside.microbatches if beside else sizes.microbatches or _MICROBATCHES
+    ranks = len(beside.ranks) if beside else sizes.ranks
+    count = beside.microbatches if beside else sizes.count
     named = named_schedules(ranks=ranks, microbatches=count, depth=sizes.cap)
     most, auto = sizes.layers, ScheduleName("auto", sizes.cap)
     fitting = {name: found for name, found in named.items() if most is None or found.num_segments <= most}

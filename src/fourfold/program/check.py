@@ -123,14 +123,7 @@ def _messages(program: Program) -> list[str]:
     ]
     if problems:
         return problems
-    sent: dict[tuple[int, int, Kind], list[Action]] = {}
-    received: dict[tuple[int, int, Kind], list[Action]] = {}
-    for rank, action in program.actions():
-        if action.kind in SENDS:
-            sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
-        elif action.kind in RECEIVES:
-            send = action.other_end
-            received.setdefault((program.peer(action), rank, send.kind), []).append(send)
+    sent, received = on_edges(program)
     for edge, messages in sent.items():
         # One that stands on a wrong rank has no partner here, and is told of by `_places`.
         for first, second in zip(messages, received.get(edge, []), strict=False):
@@ -141,6 +134,23 @@ def _messages(program: Program) -> list[str]:
                 )
                 break
     return problems
+
+
+Edges = dict[tuple[int, int, Kind], list[Action]]
+"""The SENDs from one rank to another, of one kind."""
+
+
+def on_edges(program: Program) -> tuple[Edges, Edges]:
+    """The messages of every edge in the order in which they are sent, and in that of their RECVs."""
+    sent: Edges = {}
+    received: Edges = {}
+    for rank, action in program.actions():
+        if action.kind in SENDS:
+            sent.setdefault((rank, program.peer(action), action.kind), []).append(action)
+        elif action.kind in RECEIVES:
+            send = action.other_end
+            received.setdefault((program.peer(action), rank, send.kind), []).append(send)
+    return sent, received
 
 
 def _sums(program: Program) -> list[str]:

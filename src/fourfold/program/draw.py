@@ -195,7 +195,7 @@ def picture(
             lighter = lightness.get((span.rank, span.action.place), 0.0)
             colour = _lighter(COLOURS[span.action.kind], lighter)
             axes.barh(middle, length, left=start, height=bar, color=colour, edgecolor="white", linewidth=0.4)
-            labels = zip(_labels(span.action, names, shaded), widths[span.action.kind], strict=False)
+            labels = zip(_labels(span.action, names, shaded), widths[span.action.kind], strict=True)
             fitting = [label for label, width in labels if length > total * 0.007 * width]
             if fitting and count <= _MOST_LABELLED_ROWS:
                 colour = "#303030" if span.action.kind is Kind.FREE or lighter else "white"
